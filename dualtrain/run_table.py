@@ -75,10 +75,12 @@ def read_summary(folder: Path) -> dict[str, Any]:
     try:
         summary: dict[str, Any] = read_json(folder / "summary.json")
     except (OSError, ValueError) as error:
-        raise UserError(f"{shown} holds no finished run (no readable summary.json): name a run's folder") from error
+        raise UserError(
+            f"{shown} holds no finished run (no readable summary.json): name the folder of a finished run"
+        ) from error
     wrong = [name for name, kinds in _KINDS.items() if not isinstance(_item(summary, name), kinds)]
     if wrong:
-        raise UserError(f"{shown} has a summary.json without a usable {wrong[0]}: name a run's folder")
+        raise UserError(f"{shown} has a summary.json without a usable {wrong[0]}: name the folder of a finished run")
     return summary
 
 

@@ -33,7 +33,9 @@ from dualtrain.rendezvous.hosts import listening_address
 _YIELDING_SECONDS = 0.01  # a wait yields the core between polls for this long, then sleeps between polls
 _SHUT_DOWN = "Horovod has been shut down"  # error of an operation that is started after Horovod's thread has failed
 _worlds = count()  # counts the worlds that this process has joined without the job's store
-INSTALL = "`bash launch/setup.sh` in dualtrain's source tree builds and installs it, `horovodrun -np N` starts it"
+INSTALL = (
+    "`bash launch/setup.sh` in dualtrain's source tree builds and installs it, and `horovodrun -np N` then starts the ranks"
+)
 
 
 def _library() -> Any:
@@ -41,7 +43,7 @@ def _library() -> Any:
         import horovod.torch as hvd
     except ImportError as error:
         raise UserError(
-            f"Horovod is not installed in this environment ({error}): {INSTALL}; without it, --backend torch under "
+            f"Horovod cannot be imported in this environment ({error}): {INSTALL}; without it, --backend torch under "
             "torchrun trains the same model"
         ) from error
     return hvd

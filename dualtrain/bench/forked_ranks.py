@@ -20,7 +20,14 @@ from typing import Any
 
 from dualtrain.bench import worker
 from dualtrain.bench.plan import Entry
-from dualtrain.bench.start_contender import LaunchError, LaunchSpec, failed_statuses, found_in, rank_environments, reason_in
+from dualtrain.bench.start_contender import (
+    LaunchError,
+    LaunchSpec,
+    failed_statuses,
+    rank_environments,
+    reason_in,
+    results_in,
+)
 from dualtrain.bench.virtual_nodes import Node
 from dualtrain.rendezvous.hosts import variables
 
@@ -67,7 +74,7 @@ def run_forked(
         text = Path(log.name).read_text(errors="replace")
     if failed:
         raise LaunchError(reason_in(text) or f"it ended with status {failed[0]}")
-    return found_in(text)
+    return results_in(text)
 
 
 def _common_environment(threads: int) -> dict[str, str]:

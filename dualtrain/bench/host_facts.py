@@ -19,7 +19,7 @@ def now() -> str:
 
 
 def load() -> str:
-    """Return the load: means of 1, 5 and 15 minutes."""
+    """Return the load averages over 1, 5 and 15 minutes."""
     return "{:.2f}, {:.2f} and {:.2f}".format(*os.getloadavg())
 
 
@@ -29,7 +29,7 @@ def host_facts(device: str, before: str, threads: str) -> dict[str, str]:
         "device": device,
         "processor": processor_name(),
         "cores": f"{usable_cores()} usable here; {threads}",
-        "load": f"{before} before (means of 1, 5 and 15 minutes), {load()} after",
+        "load": f"{before} before (averages over 1, 5 and 15 minutes), {load()} after",
         "versions": ", ".join([f"dualtrain {__version__}", f"Python {platform.python_version()}", *_versions()]),
     }
 

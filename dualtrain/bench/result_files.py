@@ -16,7 +16,8 @@ JSON, PAGE, CHART = "bench.json", "bench.html", "bench.svg"
 def write_files(folder: Path, files: Iterable[tuple[str, str]]) -> None:
     """Write ``files``, which are names and contents, to ``folder``, and print the paths.
 
-    Each file is written before the next content is computed. Without a new chart, remove the chart of earlier results.
+    Each file is written before the next content is computed. If ``files`` has no chart, the chart of earlier results is
+    removed.
 
     Raises:
         UserError: a file cannot be written.

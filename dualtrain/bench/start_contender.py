@@ -1,8 +1,9 @@
 """Start of a contender in fresh processes, and collection of its ranks' output.
 
-To save the start-up time of launchers, the bench itself starts the ranks of torch, and those of Horovod over Gloo. It sets
-the environment variables that torchrun and horovodrun would set. For Horovod over Open MPI, it runs the mpirun command that
-horovodrun would run. With --launch, the user's command starts all contenders. None of this changes the time of a step.
+To save the start-up time of launchers, the bench itself starts the ranks of Horovod over Gloo, and those that torchrun
+could start. It sets the environment variables that horovodrun or torchrun would set. For Horovod over Open MPI, it runs the
+mpirun command that horovodrun would run. With --launch, the user's command starts all contenders. None of this changes the
+time of a step.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ def run_entry(entry: Entry, jobs: Sequence[str], spec: LaunchSpec, step_fraction
     program += [f"--device={spec.device}", f"--folder={spec.folder.resolve()}", f"--launched={time.time()}"]
     program += [f"--step-fraction={step_fraction}"] + [f"--option={entry.option}"] * bool(entry.option)
     meet = entry.needs != "horovod" and entry.module not in (OURS, TRAINER)
-    return found_in(run_program(program, entry.starter, replace(spec, ranks=entry.ranks or spec.ranks), meet=meet))
+    return results_in(run_program(program, entry.starter, replace(spec, ranks=entry.ranks or spec.ranks), meet=meet))
 
 
 def run_program(program: Sequence[str], starter: str, spec: LaunchSpec, meet: bool = False) -> str:
@@ -100,7 +101,8 @@ def run_program(program: Sequence[str], starter: str, spec: LaunchSpec, meet: bo
 def rank_environments(starter: str, spec: LaunchSpec) -> Iterator[list[dict[str, str]]]:
     """Yield each rank's environment variables: horovodrun's if ``starter`` is ``GLOO``, else torchrun's.
 
-    Start the ranks inside of the ``with`` block, which serves Horovod's rendezvous.
+    Start the ranks and wait for them inside the ``with`` block: with ``GLOO``, Horovod's rendezvous server runs until the
+    block ends.
     """
     worlds = _worlds(spec)
     address = spec.nodes[0].address if spec.nodes else "127.0.0.1"
@@ -150,7 +152,7 @@ def _open_mpi() -> bool:
     return "Open MPI" in done.stdout
 
 
-def found_in(text: str) -> list[dict[str, Any]]:
+def results_in(text: str) -> list[dict[str, Any]]:
     """Return the results in a launcher's output. Launchers may write a prefix before each line of a rank.
 
     Raises:

@@ -1,8 +1,8 @@
 """Find out why a rank can no longer average its gradients, and raise the same error on all ranks.
 
 After the buckets were made, a parameter or the optimizer may change on one rank, and only that rank can detect the change.
-That rank sends a flag behind the gradients and completes the exchange; all ranks then compare their reasons and raise the
-same error. So no rank enters a collective alone. With gradients on a GPU, the errors may differ: see
+That rank sends a flag after the gradients, in the last bucket, and completes the exchange; all ranks then compare their
+reasons and raise the same error. So no rank enters a collective alone. With gradients on a GPU, the errors may differ: see
 :meth:`Refusals.flagged`.
 """
 
@@ -45,16 +45,16 @@ class Refusals:
     odd on some ranks and even on others, so that weights differ. This holds for any dtype and number of ranks.
 
     Attributes:
-        flag: a tensor of one number, sent behind the gradients.
-        optimizer: the optimizer whose param_groups must not contain trained parameters that are not in ``hooks.known``;
-            ``None`` for no check.
-        allows_copies: whether the param_groups may contain such parameters if backward computes no gradients for them. An
+        flag: a tensor of one number, sent with the last bucket.
+        optimizer: the optimizer whose param_groups must not contain parameters with ``requires_grad`` that are not in
+            ``hooks.known``; ``None`` for no check.
+        allows_copies: true if the param_groups may contain such parameters for which backward computes no gradients. An
             example is the float32 copies of float16 parameters that apex makes.
         hooks: the reducer's parameters.
         steps: the number of steps that the optimizer has taken on this rank.
         dropped: whether gradients were dropped, and the program has not computed them or set them to zeros since then.
-        sent_dropped: whether an optimizer step is about to end a round whose gradients the program dropped after a part of
-            them was sent.
+        sent_dropped: true in an optimizer step that would send the rest of a round in which ``zero_grad()`` was called
+            after the first buckets had been sent.
     """
 
     def __init__(self, hooks: ParameterHooks) -> None:
@@ -151,7 +151,7 @@ class Refusals:
                         f"group {number} parameter {i} {tuple(p.shape)} was added to the optimizer's param_groups after "
                         "the optimizer was wrapped: use add_param_group on every rank"
                     )
-        # Skip later checks only if all parameters are known: an unknown one that is frozen now may be unfrozen later.
+        # Skip later checks only if all parameters are known or copies: others that are frozen now may be unfrozen later.
         if (self.hooks.known | self._copies.keys()).issuperset(map(id, chain(*in_groups))):
             self._in_groups = [list(params) for params in in_groups]
         return None
@@ -237,9 +237,9 @@ class Refusals:
             if names != replaced:
                 name = next(each for each in (*names, *replaced) if (each in names) != (each in replaced))
                 raise BackendError(
-                    f"parameters were added or unfrozen during backward, when only one of rank {rank} and rank "
-                    f"{backend.job_rank} had sent the gradient of {name!r}: add and unfreeze parameters between two "
-                    "backward passes"
+                    f"parameters were added or unfrozen during backward, when one of the ranks {rank} and "
+                    f"{backend.job_rank} had sent the gradient of {name!r}, and the other had not: add and unfreeze "
+                    "parameters between two backward passes"
                 )
 
     def refuse(self, backend: Backend, buckets: Sequence[Bucket]) -> NoReturn:
@@ -251,7 +251,7 @@ class Refusals:
 
     def _exchange_reasons(self, backend: Backend, mine: str | None) -> list[tuple[str | None, int]]:
         """Return every rank's reason and number of optimizer steps. Collective; blocks."""
-        return backend.allgather_object((mine, self.steps), name="refused parameters")
+        return backend.allgather_object((mine, self.steps), name="reasons for a refusal")
 
 
 def _raise_first(states: Sequence[tuple[str | None, int]], members: Sequence[int]) -> NoReturn:

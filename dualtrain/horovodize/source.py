@@ -22,7 +22,7 @@ N = TypeVar("N", bound=ast.AST)
 Level = Literal["differs", "trap", "unsupported"]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _OPTIMIZER = re.compile(r"torch\.optim\.(?!lr_scheduler\b|swa_utils\b)(\w+\.)?[A-Z]\w*")
-#: The same comparison with its sides swapped.
+#: For each comparison operator, the one that means the same after the operands are swapped.
 _SWAPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.GtE: ast.LtE}
 _SWAPPED |= {each: each for each in (ast.Eq, ast.NotEq, ast.Is, ast.IsNot)}
 _SCHEDULE = re.compile(r"torch\.optim\.(lr_scheduler\.\w+|swa_utils\.SWALR)")
@@ -65,7 +65,7 @@ class Source:
         self._computed: dict[object, Any] = {}
 
     def with_text(self, text: str) -> Source:
-        """Return the source of a new ``text`` of the same file, with copies of the program's other files."""
+        """Return a Source for this file with the new ``text``; its program has copies of the other files."""
         after = Source(text)
         after.wrapped |= self.wrapped
         connect([after, *map(copy, self.files[1:])])
@@ -80,7 +80,8 @@ class Source:
     def once(self, compute: Callable[[Source], T]) -> T:
         """Return ``compute(self)``, which is called only once.
 
-        Copies of this file share the result. So the result must not depend on code that repairs of other files change.
+        Copies of this file, which the repairs of other files make, share the result. So the result must not depend on code
+        of other files that a repair may change.
         """
         if compute not in self._computed:
             self._computed[compute] = compute(self)
@@ -144,7 +145,7 @@ class Source:
         return {target: names.pop() for target, names in found.items() if len(names) == 1 and names <= set(HOMES)}
 
     def _module(self, value: ast.expr) -> str:
-        """Return the full name of the module ``hvd`` or ``importlib.import_module("horovod.torch")``, or ""."""
+        """Return the full name of the module in ``value``, a name or a call of ``importlib.import_module``; else ""."""
         if isinstance(value, ast.Name):
             return self._bindings.full_name(value)
         return loaded_module(value)
@@ -169,7 +170,10 @@ class Source:
         return [(name, call) for call in self.calls if (name := self.hvd(call.func))]
 
     def spell(self, name: str, at: ast.AST) -> str:
-        """Return the expression for horovod.torch's ``name`` at ``at``; "" if no import certainly runs before ``at``."""
+        """Return the expression by which code at the node ``at`` can refer to horovod.torch's ``name``: ``hvd.rank``.
+
+        Return "" if no import of it certainly runs before ``at``.
+        """
         for node in self.nodes:
             if not isinstance(node, ast.Import | ast.ImportFrom) or not self._is_certain(node, at):
                 continue
@@ -408,7 +412,7 @@ class Source:
     def is_caught(self, node: ast.AST, errors: str) -> bool:
         """Return whether ``node`` is in the body of a ``try`` that catches an exception whose name matches ``errors``.
 
-        ``except:`` without a name catches "Exception".
+        A bare ``except:`` is matched as if it were ``except Exception:``.
         """
         below = node
         for above in self.above(node):
@@ -457,9 +461,10 @@ class Source:
                     yield (home, "value", ast.unparse(variable)), constant.value
 
     def _is_assigned_once(self, variable: ast.expr) -> bool:
-        """Return whether ``variable`` certainly keeps its value. Assignments to attributes of other objects count, too.
+        """Return whether ``variable`` certainly keeps its value.
 
-        Variables of loops, parameters of functions and attributes of ``self`` may have several values.
+        Assignments to any variable or attribute with the same last name count as assignments to ``variable``. Variables of
+        loops, parameters of functions and attributes of ``self`` may have several values.
         """
         stores = list(filter(is_stored, self.mentions.get(last_name(variable), ())))
         loops = any(isinstance(above, ast.For | ast.While) for store in stores for above in self.above(store))

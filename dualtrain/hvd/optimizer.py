@@ -25,7 +25,7 @@ from dualtrain.hvd.channel_reducer import ChannelReducer
 from dualtrain.hvd.compression import AnyCompressor, Compression, check_compression
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.mpi_ops import allreduce, grouped_allreduce, rocm_built, size
-from dualtrain.hvd.optimizer_options import NARROW, FixedOption, Named, base_name, name_parameters, transfer_of
+from dualtrain.hvd.optimizer_options import WIRE_DTYPES, FixedOption, Named, base_name, name_parameters, transfer_of
 from dualtrain.hvd.process_sets import ProcessSet, check_is_set, global_process_set
 from dualtrain.hvd.wrapped_values import values_of
 from dualtrain.optimizer import DistributedOptimizer as NativeOptimizer
@@ -158,11 +158,11 @@ class _Optimizer(NativeOptimizer):
 
     def _make_reducer(self, named: Named, compression: AnyCompressor, transfer: Transfer) -> HorovodReducer:
         options = base_name(named, self.process_set), self.process_set, self._passes
-        half = NARROW.get(compression) == torch.float16 or any(p.dtype == torch.float16 for _, p in named)
+        half = WIRE_DTYPES.get(compression) == torch.float16 or any(p.dtype == torch.float16 for _, p in named)
         rounds_sums = half and compat.enabled()
         if rounds_sums:
             compat.note(compat.HALF)  # a grouped allreduce rounds the sums to 16 bits, as on Horovod; buckets do not
-        if rounds_sums or self.op not in (Average, Sum) or compression not in NARROW:
+        if rounds_sums or self.op not in (Average, Sum) or compression not in WIRE_DTYPES:
             return CallReducer(named, *options, self.op, compression, predivide=self.gradient_predivide_factor)
         return ChannelReducer(named, *options, transfer)
 

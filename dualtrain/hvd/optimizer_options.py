@@ -18,8 +18,8 @@ from dualtrain.hvd.process_sets import ProcessSet
 from dualtrain.hvd.util import split_list
 
 Named = list[tuple[str, torch.nn.Parameter]]
-#: The compressors that buckets support, and the dtype that each of them sends.
-NARROW: dict[AnyCompressor, torch.dtype | None] = {
+#: The compressors that buckets support, and the dtype in which each sends gradients (``None``: their own dtype).
+WIRE_DTYPES: dict[AnyCompressor, torch.dtype | None] = {
     Compression.none: None,
     FP16Compressor: torch.float16,
     BF16Compressor: torch.bfloat16,
@@ -93,7 +93,7 @@ def transfer_of(
     return Transfer(
         before=1 / predivide,
         after=1.0 if op == Sum else None if predivide == 1 else predivide / len(process_set.ranks or [0]),
-        dtype=NARROW.get(compression),
+        dtype=WIRE_DTYPES.get(compression),
         bucket_bytes=basics.engine().settings.fusion_bytes,
         groups=groups or (),
         sparse_as_dense=sparse_as_dense,

@@ -1,1 +1,4 @@
-"""Rendezvous: the processes of a job find and authenticate each other before a library connects. Imports no torch."""
+"""Rendezvous: the processes of a job find and authenticate each other, before torch.distributed or Horovod connects them.
+
+Imports no torch.
+"""

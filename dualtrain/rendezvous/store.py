@@ -21,7 +21,7 @@ from dualtrain.errors import UserError
 from dualtrain.processes import start_thread
 from dualtrain.rendezvous.connection import Connection, UnauthenticatedError
 
-_SLICE_SECONDS = 1.0  # a client splits a longer wait into several requests, so that threads that share it take turns
+_SLICE_SECONDS = 1.0  # the longest wait in one request: threads that share a client take turns between requests
 _GRACE_SECONDS = 3.0  # for clients to receive the reason why the job ends, and disconnect
 _UNAUTHENTICATED = 64  # connections that may be in the handshake, besides those of the job's own processes
 _DIAL_SECONDS = 5.0  # for one attempt to reach the server
@@ -262,7 +262,10 @@ def serve(listening: socket.socket, size: int, secret: str, world: str = "") -> 
 
 @contextmanager
 def store_for_children(size: int) -> Iterator[tuple[tuple[str, int], str]]:
-    """Serve a store inside the block, for ``size`` processes that this process starts; yield its address and secret."""
+    """Serve a store for ``size`` processes that this process starts; yield its address and secret.
+
+    After the block, the store accepts no new connections.
+    """
     secret = secrets.token_hex(32)
     # Listen before the processes get the port: otherwise another program could bind the port first.
     listening = listen("127.0.0.1", [0], size)

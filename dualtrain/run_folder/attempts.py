@@ -50,7 +50,7 @@ _CAUSE_LENGTH = 300
 class Attempt:
     """Recorder of this process's attempt at a run. It records nothing before :meth:`begin`.
 
-    Only :meth:`begin` raises. Records that cannot be written are lost, so the cause of a death may stay unknown.
+    Only :meth:`begin` raises. Records that cannot be written are lost, so the cause of an attempt's end may stay unknown.
 
     Attributes:
         lock: the lock of the run's folder; after another process has taken the folder, nothing is recorded.
@@ -78,7 +78,7 @@ class Attempt:
         """
         self.folder, self._step = folder, step
         self._name = on_rank_zero(backend, "run folder", lambda: self._begin(settings))
-        with suppress(OSError):  # on another host, this path may not exist, or hold an old attempt
+        with suppress(OSError):  # on another host, this path may be missing, or may hold an old attempt
             starts = [event["attempt"] for event in read_events(folder) if event["event"] == "start"]
             if starts[-1:] == [self._name]:
                 self._file = os.open(folder / NAME, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -106,7 +106,7 @@ class Attempt:
         return False
 
     def train(self) -> None:
-        """Record that the attempt begins to train. On rank 0."""
+        """Record that the attempt begins to train. Call this on rank 0 only."""
         with suppress(OSError, SupersededError):
             if self._file is not None:
                 self._last = LastStep(self.folder, self._name, self._step, self.lock)

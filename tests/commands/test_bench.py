@@ -62,7 +62,7 @@ from dualtrain.bench.scale_plan import (
     rounds_with,
     times_of,
 )
-from dualtrain.bench.start_contender import LaunchError, LaunchSpec, found_in, run_program
+from dualtrain.bench.start_contender import LaunchError, LaunchSpec, results_in, run_program
 from dualtrain.bench.statistics import estimate, level_of
 from dualtrain.bench.table import answer, bytes_of, text
 from dualtrain.bench.timed_steps import TimedSteps, run_steps
@@ -874,10 +874,10 @@ def test_a_node_that_cannot_mount_a_file_or_hangs_is_an_error(tmp_path, monkeypa
 
 def test_lines_of_ranks_are_found_behind_a_launchers_prefix():
     said = f'[1]<stdout>:{MARK}{{"rank": 1}}\nnoise\n{MARK}{{"rank": 0}}\n'
-    assert found_in(said) == [{"rank": 1}, {"rank": 0}]
+    assert results_in(said) == [{"rank": 1}, {"rank": 0}]
     for mixed in (f'{MARK}{{"rank": {MARK}{{"rank": 0}}\n1}}\n', f'{MARK}{{"rank"\n', f"{MARK}{{1}}\n"):
         with pytest.raises(LaunchError, match="incomplete lines"):
-            found_in(mixed)
+            results_in(mixed)
 
 
 def test_a_sample_has_the_time_of_the_slowest_rank_and_the_weights_of_rank_0():
@@ -914,7 +914,7 @@ def test_ranks_over_mpi_are_started_by_open_mpis_mpirun_or_else_by_horovodrun(ve
 
 def test_gloos_ranks_have_the_variables_that_horovodrun_sets(tmp_path):
     program = f"import json, os; os.write(1, ({MARK!r} + json.dumps(dict(os.environ)) + chr(10)).encode())"
-    said = found_in(run_program([sys.executable, "-c", program], GLOO, LaunchSpec(2, "cpu", tmp_path)))
+    said = results_in(run_program([sys.executable, "-c", program], GLOO, LaunchSpec(2, "cpu", tmp_path)))
     worlds = [detect_world(env) for env in said]
     assert sorted((w.rank, w.local_rank, w.size, w.local_size) for w in worlds) == [(0, 0, 2, 2), (1, 1, 2, 2)]
     assert {w.launcher for w in worlds} == {"horovodrun --gloo"}

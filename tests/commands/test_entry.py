@@ -25,7 +25,7 @@ ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture(autouse=True)
-def handler_of_pytest():
+def restore_sigint_handler():
     earlier = signal.getsignal(signal.SIGINT)
     yield
     signal.signal(signal.SIGINT, earlier)
@@ -164,7 +164,7 @@ def test_a_ctrl_c_while_predict_imports_torch_prints_one_line(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["report", "doctor"])
-def test_a_ctrl_c_ends_the_other_commands_with_one_line(monkeypatch, capsys, command):
+def test_a_ctrl_c_ends_report_and_doctor_with_one_line(monkeypatch, capsys, command):
     def interrupt(*_, **__):
         signals.append(signal.getsignal(signal.SIGINT))
         raise KeyboardInterrupt

@@ -369,7 +369,7 @@ def test_bad_input_gives_an_error_of_one_line_and_changes_nothing(tmp_path, monk
 def test_a_read_only_script_is_not_changed(tmp_path, monkeypatch, capsys):
     script = tmp_path / "script.py"
     script.write_text(f"{START}torch.save(x, 'x')\n")
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # for root, even a read-only file is writable
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # chmod is not enough: root may write it
     assert main(["--fix", str(script)]) == 2
     assert "Permission denied" in capsys.readouterr().err
     assert script.read_text() == f"{START}torch.save(x, 'x')\n"
@@ -386,8 +386,8 @@ def test_imports_change_only_if_all_files_of_the_program_are_given(tmp_path, cap
     assert "dualtrain.hvd" in other.read_text()
 
 
-def test_repaired_scripts_with_shuffled_statements_compile():
-    """Repair scripts with statements in random order: they still compile, and a second repair changes nothing."""
+def test_repaired_scripts_of_random_parts_compile():
+    """Repair scripts that join four random parts of REPAIRS: they still compile, and a second repair changes nothing."""
     random_order = random.Random(0)
     parts = [before for before, _ in REPAIRS]
     for _ in range(12):
@@ -408,10 +408,10 @@ def test_positions_are_right_with_non_ascii_text_and_all_line_endings():
 
 
 def test_an_error_while_files_are_written_names_those_that_were_repaired_before(tmp_path, monkeypatch, capsys):
-    lost = HEAD + "x = torch.tensor(float(input()))\ny = x * 2\nhvd.allreduce(y)\nprint(y)\n"
+    script = HEAD + "x = torch.tensor(float(input()))\ny = x * 2\nhvd.allreduce(y)\nprint(y)\n"
     names = [str(tmp_path / name) for name in ("a.py", "b.py")]
     for name in names:
-        Path(name).write_text(lost)
+        Path(name).write_text(script)
 
     def rewrite_until_full(path, data):
         if path.name == "b.py":
@@ -424,4 +424,4 @@ def test_an_error_while_files_are_written_names_those_that_were_repaired_before(
         f"cannot write {names[1]!r} (No space left on device): it is unchanged (repaired already: {names[0]!r}); free"
         in (capsys.readouterr().err)
     )
-    assert [Path(name).read_text() == lost for name in names] == [False, True]
+    assert [Path(name).read_text() == script for name in names] == [False, True]

@@ -141,7 +141,7 @@ def forks_a_child(backend):
 
 
 @OURS_2
-def test_the_exit_of_a_forked_child_does_not_end_the_world(real):
+def test_shutdown_in_a_forked_child_does_not_end_the_world(real):
     real(forks_a_child)
 
 
@@ -228,7 +228,6 @@ def test_timelines_have_horovods_events(real, tmp_path):
         for name in ("ALLREDUCE", "NEGOTIATE_ALLREDUCE"):
             phases = [event["ph"] for event in events if event["name"] == name]
             assert phases.count("B") == phases.count("E") == 2
-        assert not any("FIRST GRADIENTS" in name for name in names)
         times = [event["ts"] for event in events if "ts" in event]
         assert times == sorted(times)
 

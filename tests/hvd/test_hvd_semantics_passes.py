@@ -68,7 +68,7 @@ def test_the_number_of_passes_may_be_changed_at_any_time(real):
 
 
 def more_passes_after_the_last(backend):
-    """In each of two steps, increase the number of passes after gradients were sent, and run one more pass."""
+    """Increase the number of passes after gradients were sent: one more pass is refused; the next step takes two passes."""
     with library(backend) as hvd:
         mean = mean_of_ranks(hvd.size())
         for op in ("Average", "Max"):

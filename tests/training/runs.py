@@ -11,7 +11,7 @@ from dualtrain.config import parse
 
 
 class KilledError(BaseException):
-    """Error that nothing handles, so that it ends a run or a write as SIGKILL does."""
+    """Error that no ``except Exception`` handles. Unlike after SIGKILL, ``finally`` blocks still run."""
 
 
 def train_alone(*arguments: str) -> dict[str, Any]:

@@ -80,7 +80,7 @@ def on_each_rank(backend, loss):
     return one_step(backend, loss, [(inputs, targets)])
 
 
-PIXELS = nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=1)
+PIXEL_LOSS = nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=1)
 
 
 def segmentation_step(backend, parts, loss):
@@ -111,7 +111,7 @@ def pixels(ignored):
 @pytest.mark.parametrize(
     ("loss", "ignored"),
     [
-        (PIXELS, 1),
+        (PIXEL_LOSS, 1),
         (nn.CrossEntropyLoss(weight=WEIGHTS), -100),
         (nn.CrossEntropyLoss(), -100),
         (functional.cross_entropy, -100),
@@ -328,7 +328,7 @@ def test_a_loss_of_torch_is_recognized_after_torch_compile():
         with pytest.raises(ValueError, match="the loss has reduction='sum'"):
             as_objective(compiled(loss))
     made = {}
-    exec("def loss(outputs, targets): return (outputs - targets).mean()", made)  # as sympy.lambdify makes functions
+    exec("def loss(outputs, targets): return (outputs - targets).mean()", made)  # sympy.lambdify also uses exec
     assert as_objective(made["loss"]).loss is made["loss"]
 
 
@@ -413,7 +413,7 @@ def test_a_dict_of_targets_has_as_many_samples_as_its_tensors():
 
 @pytest.mark.parametrize("chosen", [("measure",), ("loss", "forward")])
 def test_a_batch_in_which_nothing_counts_has_no_effect_if_no_output_tensor_is_known(chosen):
-    """With ``measure``, the trainer does not get the outputs. This ``forward`` returns an object of an unknown class."""
+    """With ``measure``, the trainer gets no outputs. The ``forward`` below returns an object of an unknown class."""
     models = [nn.Linear(7, 6), nn.Linear(7, 6)]
     models[1].load_state_dict(models[0].state_dict())
     inputs, targets = batch()

@@ -155,7 +155,7 @@ def test_a_result_without_checkpoints_is_not_overwritten_by_a_new_training(tmp_p
         ("model.safetensors", ("--resume", "auto"), r"holds model\.safetensors, but no config\.json of a run"),
     ],
 )
-def test_a_folder_with_files_of_another_program_is_refused(tmp_path, file, flags, reason):
+def test_a_folder_with_files_of_another_run_or_program_is_refused(tmp_path, file, flags, reason):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / file).write_text('{"step": 7}\n')
     with pytest.raises(UserError, match=reason):
@@ -215,12 +215,12 @@ def test_settings_are_compared_with_the_checkpoint_if_there_is_no_config_file(tm
         auto(tmp_path, 1, "--seed", "1")
 
 
-@pytest.mark.parametrize("missing", ["summary.json", "model.safetensors", "a bit of model.safetensors"])
-def test_missing_or_damaged_result_files_of_an_ended_run_are_written_without_training(tmp_path, monkeypatch, missing):
+@pytest.mark.parametrize("defect", ["summary.json", "model.safetensors", "flipped bit in model.safetensors"])
+def test_missing_or_damaged_result_files_of_an_ended_run_are_written_without_training(tmp_path, monkeypatch, defect):
     whole = alone(tmp_path, 1)
     before = (tmp_path / "model.safetensors").read_bytes()
-    if (tmp_path / missing).exists():
-        (tmp_path / missing).unlink()
+    if (tmp_path / defect).exists():
+        (tmp_path / defect).unlink()
     else:
         (tmp_path / "model.safetensors").write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
     trained = steps_trained(monkeypatch)
@@ -246,9 +246,9 @@ def test_resume_takes_a_path_that_ends_in_auto_as_a_path(tmp_path, monkeypatch):
 
 
 def test_the_checkpoint_of_the_newer_generation_is_used_if_two_have_the_same_step(monkeypatch):
-    """Each rank has a run folder of its own. Each process that uses such a folder gets a new, higher generation number.
+    """Each rank has a run folder of its own, with its own generation numbers.
 
-    Generation 1 wrote the checkpoint in rank 0's folder. Generation 2, a later process, wrote the one in rank 1's folder.
+    Generation 1 of rank 0's folder and generation 2 of rank 1's folder each wrote a checkpoint of step 4.
     """
     owners: list[int] = []
 

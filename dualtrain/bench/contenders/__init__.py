@@ -1,6 +1,7 @@
 """The contenders: for each library, a training loop as users of the library would write it.
 
-Each module has a function ``start(option, device)``, which joins the world and returns a :class:`Contender`.
+Each module has a function ``start(option, device)``, which joins the world and returns a :class:`Contender`. ``option`` is
+the text in the contender's plan entry; its meaning depends on the module.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Contender:
     device: torch.device
 
     def side_by_side(self) -> Mapping[str, Contender]:
-        """Return the contenders that are measured in turns, by their names in the plan.
+        """Return the contenders in these processes, whose steps run in turns, by their names in the plan.
 
         By default, return only this contender, with an empty name.
         """

@@ -1,7 +1,7 @@
 """Training without communication, as a reference: every rank trains its own model.
 
-A barrier before each workload makes all ranks run at the same time. If a rank ran alone, it would have all caches and the
-whole memory bandwidth, and would reach a speed that no distributed run can reach.
+A barrier before each workload makes all ranks run at the same time. If only one rank ran at a time, it would have all
+caches and the whole memory bandwidth, and would reach a speed that no distributed run can reach.
 """
 
 from __future__ import annotations

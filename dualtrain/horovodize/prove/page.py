@@ -37,7 +37,7 @@ def _machine(evidence: Evidence) -> list[tuple[str, str]]:
             ("measured", began if began == ended else f"{began} to {ended}"),
             ("processor", _platform(runs[0])),
             ("cores", f"{usable_cores()} usable here"),
-            ("load", "{:.2f}, {:.2f} and {:.2f} at the end (means of 1, 5 and 15 minutes)".format(*os.getloadavg())),
+            ("load", "{:.2f}, {:.2f} and {:.2f} at the end (averages over 1, 5 and 15 minutes)".format(*os.getloadavg())),
         ]
     return found
 

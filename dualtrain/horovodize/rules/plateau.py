@@ -53,9 +53,9 @@ def schedule_by_own_loss(source: Source) -> Iterator[Finding]:
 
 
 def _steps_plateau(source: Source, call: ast.Call) -> bool:
-    """Return whether ``call`` steps a ReduceLROnPlateau of a wrapped optimizer, and nothing else may change its rate.
+    """Return whether ``call`` steps a ReduceLROnPlateau of a wrapped optimizer, and no other code may change the rate.
 
-    Variables are compared by name, so a parameter counts if it has the same name as a variable that holds such a schedule.
+    Variables are compared by name: a function's parameter counts as the variable of the same name.
     """
     if not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
         return False
@@ -103,7 +103,7 @@ def _is_own(look: Collectives, value: ast.expr, at: ast.AST, position: int | Non
     source, value = look.source, converted(value)
     function = called(source, value) if isinstance(value, ast.Call) else None
     if function is not None and (function.decorator_list or not source.is_only(function.name)):
-        return False  # perhaps some other function, or a result that a decorator combines
+        return False  # the name may refer to another function, or a decorator may combine the result over ranks
     if function is None:
         return position is None and _is_made_of(value, _own_losses(look, source.scope(at), depth))
     ends = [end for end in ast.walk(function) if isinstance(end, ast.Return) and source.scope(end) is function]
@@ -159,7 +159,7 @@ def _own_losses(look: Collectives, scope: Scope, depth: int) -> set[str]:
 
 
 def _is_known(source: Source, scope: Scope, name: str, assignments: int) -> bool:
-    """Return whether a local variable changes only by its ``assignments``, of which there is at least one."""
+    """Return whether a local variable has at least one assignment, and changes only by the given number of them."""
     stores = [
         node
         for node in source.mentions.get(name, ())
