@@ -42,7 +42,8 @@ def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
     16-bit floats are multiplied in 32 bits and rounded once. Integers are multiplied by a whole factor exactly. For any
     other factor, integers are converted to 64-bit floats (int64 values of magnitude 2**53 or more to fractions), and
-    the product is truncated toward zero. A bool is true if its product is not 0.
+    the product is truncated toward zero. A product that does not fit into int64 is undefined, and raises no error. A bool
+    is true if its product is not 0.
     """
     if factor == 1:
         return tensor
@@ -62,7 +63,9 @@ def _scaled_integers(tensor: torch.Tensor, factor: float) -> torch.Tensor:
         # A double represents integers exactly only up to magnitude 2**53: multiply larger ones one by one, as fractions.
         exact = _fraction(factor)
         for index in ((tensor >= _EXACT_IN_DOUBLE) | (tensor <= -_EXACT_IN_DOUBLE)).nonzero():
-            result[tuple(index)] = int(int(tensor[tuple(index)]) * exact)
+            product = int(int(tensor[tuple(index)]) * exact)
+            if -_INT64 <= product < _INT64:  # otherwise torch would raise an error, which ends the world
+                result[tuple(index)] = product
     return result
 
 

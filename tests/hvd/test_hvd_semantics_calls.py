@@ -120,6 +120,7 @@ def test_integer_averages_with_a_factor_are_exact():
     large = torch.tensor([3 * 2**55, -3 * 2**55])
     assert scaled(large, 1 / 3).tolist() == [2**55, -(2**55)]
     assert scaled(torch.tensor([-(2**63)]), 1 / 3).tolist() == [-(2**63 // 3)]  # its absolute value does not fit into int64
+    assert scaled(torch.tensor([-(2**63), 2**62]), 2.5).shape == (2,)  # the products do not fit: no error
 
 
 def without_a_dimension(backend):
