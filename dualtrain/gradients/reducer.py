@@ -146,12 +146,14 @@ class GradientReducer:
     def add(self, named_parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> None:
         """Reduce these parameters too, from the next backward on. Every rank must add the same parameters.
 
-        After :meth:`close`, this does nothing.
+        After :meth:`close`, no gradients are reduced, so the parameters get no hooks.
 
         Raises:
             ValueError: the gradient of a parameter cannot be averaged. None of the parameters is added then.
         """
-        if not self.closed and self.hooks.add(self, named_parameters):
+        if self.closed:
+            self.hooks.known.update(id(p) for _, p in named_parameters)  # don't refuse a step with earlier averages
+        elif self.hooks.add(self, named_parameters):
             self._exchange.laid_out = False
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:

@@ -560,9 +560,9 @@ def test_parameters_added_after_close_are_not_averaged():
     with connect("local") as backend:
         optimizer = wrap(torch.optim.SGD(model[0].parameters(), lr=0.1), model, backend)
         vector_loss(model, 0).backward()
-        optimizer.step()
         optimizer.close()
         optimizer.add_param_group({"params": model[2].parameters()})
+        optimizer.step()  # with the averages of the backward before close()
         optimizer.zero_grad()
         vector_loss(model, 0).backward()
         assert model[2].weight.grad.any()
