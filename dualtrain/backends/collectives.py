@@ -41,8 +41,8 @@ class Backend(Reductions, ObjectCalls):
     the other ranks raise PeerFailedError. The backend can then no longer be used.
 
     Tensors may have any dtype (for reductions, see :meth:`allreduce`), any strides, and any number of dimensions, zero
-    included. Sparse and quantized tensors are refused. Results are new, contiguous tensors on the same device, without
-    autograd history (:mod:`dualtrain.functional` has collectives with gradients). Calls work inside and outside of
+    included. Sparse, nested and quantized tensors are refused. Results are new, contiguous tensors on the same device,
+    without autograd history (:mod:`dualtrain.functional` has collectives with gradients). Calls work inside and outside of
     ``torch.inference_mode()``, on tensors made inside or outside of it. Calls without ``_async`` block until the result can
     be used on the current stream. Calls with ``_async`` return a :class:`~dualtrain.backends.base.Work`, whose ``wait()``
     returns the result; do not change the tensor before ``wait()`` has returned. A name is shown in errors and reports.
@@ -77,8 +77,8 @@ class Backend(Reductions, ObjectCalls):
         """Return a backend over some of this backend's ranks; ``None`` on ranks that are not in ``ranks``.
 
         The new backend numbers its ranks from 0, in ascending order of ``ranks``. Every rank of this backend must make the
-        call, with the same ``ranks``. Blocks. The group is closed with this backend. Its calls use the
-        library, even if this backend uses shared memory.
+        call, with the same ``ranks``. Blocks. The group is closed with this backend. Its calls use the library, even if
+        this backend uses shared memory.
 
         Raises:
             ValueError: ``ranks`` is empty, repeats a rank or has a rank that does not exist; or this backend is itself a

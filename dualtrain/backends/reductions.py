@@ -34,7 +34,8 @@ class Reductions(Movement):
             name: shown in errors and reports.
 
         Raises:
-            ValueError: the operation is unknown, or has no meaning for the dtype; or ``tensor`` is sparse or quantized.
+            ValueError: the operation is unknown, or has no meaning for the dtype; or ``tensor`` is sparse, nested or
+                quantized.
             TypeError: ``tensor`` is not a tensor.
             BackendError: the ranks' calls do not match, a rank failed, or the call timed out.
         """

@@ -41,10 +41,12 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
     Raises:
         TypeError: ``tensor`` is not a torch.Tensor.
-        ValueError: ``tensor`` is not dense, or is quantized.
+        ValueError: ``tensor`` is sparse, nested or quantized.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"a tensor is needed, not a {type(tensor).__name__}: convert it with torch.as_tensor()")
+    if tensor.is_nested:
+        raise ValueError("a nested tensor cannot be sent: convert it with to_padded_tensor()")
     if tensor.layout is not torch.strided:
         layout = str(tensor.layout).removeprefix("torch.")
         raise ValueError(f"a tensor with the layout {layout} cannot be sent: convert it with to_dense()")

@@ -426,14 +426,19 @@ def test_a_root_that_is_not_a_rank_is_refused(spmd):
     spmd(wrong_roots)
 
 
-def test_a_quantized_tensor_is_refused():
+def test_quantized_and_nested_tensors_are_refused():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # quantized tensors are deprecated in torch 2.13
-        tensor = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
+        warnings.simplefilter("ignore")  # quantized tensors are deprecated in torch 2.13, and nested ones are a prototype
+        quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
+        parts = [torch.ones(1), torch.ones(2)]
+        nested = [torch.nested.nested_tensor(parts, layout=layout) for layout in (torch.strided, torch.jagged)]
+    refused = [(quantized, r"a quantized tensor cannot be sent: convert it with dequantize\(\)")]
+    refused += [(each, r"a nested tensor cannot be sent: convert it with to_padded_tensor\(\)") for each in nested]
     with connect("local") as backend:
-        for call in (backend.broadcast, backend.broadcast_, backend.allgather, backend.alltoall):
-            with pytest.raises(ValueError, match=r"a quantized tensor cannot be sent: convert it with dequantize\(\)"):
-                call(tensor)
+        for tensor, message in refused:
+            for call in (backend.allreduce, backend.broadcast, backend.broadcast_, backend.allgather, backend.alltoall):
+                with pytest.raises(ValueError, match=message):
+                    call(tensor)
 
 
 # -- allgather ----------------------------------------------------------------------------------------------------
