@@ -105,7 +105,8 @@ def broadcast_object(
 def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[T]:
     """Return every rank's ``obj`` in rank order. Collective, matched by name; blocks.
 
-    For the objects that can be sent, and the exceptions, see :func:`broadcast_object`.
+    For the objects that can be sent, and the exceptions, see :func:`broadcast_object`. Before ``init``,
+    HorovodInternalError.
     """
     set_id = usable_set(process_set)
     data, _ = objects.encode_or_refuse(obj)
