@@ -315,7 +315,7 @@ class HorovodReducer(ABC):
         self._late += named
         self.hooks.known.update(id(p) for _, p in named)
         self.renew()
-        if not self.hooks.slots:
+        if not self.hooks.slots and not self.closed:
             self._add_late()  # no rank can have sent gradients
 
     def add_unfrozen(self) -> None:
