@@ -104,6 +104,8 @@ def kill_forkserver() -> None:
 def begin_worker() -> None:
     """Make this worker process ignore the job's signals, and exit when its parent exits."""
     for number in JOB_SIGNALS:
+        if signal.getsignal(number) == signal.SIG_IGN:
+            continue  # as under nohup: programs that the worker starts must ignore the signal too
         signal.signal(number, _ignore)
         signal.siginterrupt(number, False)  # do not interrupt reads of C libraries
     signal.pthread_sigmask(signal.SIG_UNBLOCK, JOB_SIGNALS)

@@ -27,7 +27,7 @@ PROGRAM = """
 import multiprocessing, os, signal, sys, time
 from multiprocessing import forkserver, resource_tracker, util
 from dualtrain.console import leave
-from dualtrain.processes import begin_worker, start_forkserver
+from dualtrain.processes import JOB_SIGNALS, begin_worker, start_forkserver
 
 def work(ready):
     begin_worker()
@@ -41,7 +41,7 @@ if __name__ == "__main__":
         util.get_temp_dir()
     start_forkserver([])
     helpers = [forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid]
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in JOB_SIGNALS:
         for pid in helpers:
             os.kill(pid, number)  # while they start
     context = multiprocessing.get_context("forkserver")
@@ -49,10 +49,10 @@ if __name__ == "__main__":
     kept = context.Semaphore()
     worker = context.Process(target=work, args=(theirs,), daemon=True)
     worker.start()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in JOB_SIGNALS:
         os.kill(worker.pid, number)  # while it starts
     helpers.append(ours.recv())
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    for number in JOB_SIGNALS:
         for pid in helpers:
             os.kill(pid, number)
     another = context.Process(target=work, args=(theirs,), daemon=True)
@@ -101,6 +101,23 @@ def test_helpers_survive_signals_and_exit_with_a_job_that_fails_or_is_killed(tmp
         assert (output, errors) == ("", "")  # not even a warning about a leaked semaphore
         assert process.returncode == (-signal.SIGKILL if killed else 3)
         assert gone(helpers, folder)
+
+
+# Program that prints which signals a program ignores that a worker starts. The worker's parent process ignores SIGHUP.
+IGNORED = """
+import signal, subprocess, sys
+from dualtrain.processes import begin_worker
+signal.signal(signal.SIGHUP, signal.SIG_IGN)
+begin_worker()
+program = "import signal; print([signal.getsignal(n) == signal.SIG_IGN for n in (signal.SIGHUP, signal.SIGTERM)])"
+subprocess.run([sys.executable, "-c", program], check=True)
+"""
+
+
+def test_programs_that_a_worker_starts_ignore_a_hangup_under_nohup():
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    end = subprocess.run([sys.executable, "-c", IGNORED], env=env, capture_output=True, text=True, check=True, timeout=60)
+    assert end.stdout == "[True, False]\n"
 
 
 # Program that is interrupted while it starts a worker process. The start sends more bytes than a pipe holds, so it blocks
