@@ -241,7 +241,7 @@ def _report_peer_failure(failure: PeerFailure, backend: Backend, reported: threa
 def _leave_on_signal(number: int, reported: threading.Event) -> None:
     """Exit on SIGTERM or SIGHUP before or after the training loop, which has its own handler.
 
-    Launchers send the signal when a rank has failed, so first wait until the failure is printed.
+    Launchers send SIGTERM when a rank has failed, so first wait until the failure is printed.
 
     The same signal often comes twice: from the launcher, and from a sender that signals the whole job. The second signal
     must not suppress the message about the checkpoint, or make other ranks report this rank as failed.

@@ -19,6 +19,7 @@ from dualtrain.config import parse
 from dualtrain.console import refuse_on_all
 from dualtrain.errors import DivergedError, NotSavedError, RanksDifferError, UserError
 from dualtrain.launchers import NOT_SAVED, TRY_AGAIN, World
+from dualtrain.training.signals import STOP_SIGNALS
 from tests.forked import Forked, run
 from tests.pool import ROOT, free_port
 from tests.threads import run_threads
@@ -74,11 +75,11 @@ def lost(shape, classes):
     ("model", "line"), [("converted", "interrupted"), ("lost", "SIGINT ended the run after step 1 of .*, saved in .*")]
 )
 def test_an_interrupt_that_becomes_another_error_or_is_lost_ends_the_run(model, line, tmp_path, capsys):
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    handlers = [signal.getsignal(number) for number in STOP_SIGNALS]
     flags = ["--model", f"{__name__}:{model}", "--classes", "10", "--threads", "1", "--run-dir", str(tmp_path)]
     assert command.main(flags) == 130
     assert re.fullmatch(f"dualtrain: error: {line}\n", capsys.readouterr().err)
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == handlers
 
 
 @pytest.mark.parametrize(
@@ -246,31 +247,34 @@ sys.exit(dualtrain.main.main())
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_second_signal_does_not_suppress_the_message_of_the_first(tmp_path, number):
     end = run(("-c", STOPPED_TWICE, str(int(number))), tmp_path, env=ENV)
     assert (end.returncode, end.stderr) == (128 + number, "dualtrain: error: saved in step 3\n")
 
 
-# Program that starts the fork server of data workers, but no worker, and gets SIGTERM.
+# Program that starts the fork server of data workers, but no worker, and gets a signal.
 ENDED = """
-import os, signal, tempfile
+import os, signal, sys, tempfile
 import dualtrain.main, dualtrain.training.loop
 from dualtrain.processes import start_forkserver
+number = int(sys.argv.pop())
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 def train(config, backend):
     tempfile.tempdir = os.getcwd()
     start_forkserver([])
     print(len(os.listdir()), flush=True)
-    os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), number)
 dualtrain.training.loop.train = train
 dualtrain.main.main()
 """
 
 
-def test_a_rank_that_sigterm_ends_leaves_no_temporary_folder(tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_rank_that_a_signal_ends_leaves_no_temporary_folder(tmp_path, number):
     with TemporaryDirectory() as folder:  # the path of ``tmp_path`` may be too long for the fork server's socket
-        end = run(("-c", ENDED), tmp_path, env=ENV, cwd=folder)
-        assert (end.returncode, end.stdout, end.stderr) == (128 + signal.SIGTERM, "1\n", "")
+        end = run(("-c", ENDED, str(int(number))), tmp_path, env=ENV, cwd=folder)
+        assert (end.returncode, end.stdout, end.stderr) == (128 + number, "1\n", "")
         assert not os.listdir(folder)
 
 
