@@ -14,10 +14,11 @@ from dualtrain.errors import UserError
 from dualtrain.horovodize.script_file import parse_scripts
 from dualtrain.horovodize.source import Source
 
-#: Imports of horovod or dualtrain.hvd, also after ``try:`` or other modules on the same line.
+#: Imports of horovod or dualtrain.hvd, also after ``try:`` or other modules on the same line, and in parentheses.
 _IMPORTS = re.compile(
-    rb"^([^#\n]*[:;])?[ \t]*(from[ \t]+|import[ \t]+([\w. \t]+,)*[ \t]*)(horovod|dualtrain\.hvd)\b|"
-    rb"\bfrom[ \t]+dualtrain[ \t]+import\b[^#\n]*\bhvd\b|import_module\([\"'](horovod\.torch|dualtrain\.hvd)\b",
+    rb"^([^#\n]*[:;])?[ \t]*(from[ \t]+|import[ \t]++([\w. \t]++,)*[ \t]*)(horovod|dualtrain\.hvd)\b|"
+    rb"\bfrom[ \t]+dualtrain[ \t]+import\b([^#\n]*|[ \t]*\([^()]*)\bhvd\b|"
+    rb"import_module\([\"'](horovod\.torch|dualtrain\.hvd)\b",
     re.MULTILINE,
 )
 _LEFT_OUT = {"__pycache__", "node_modules", "site-packages"}

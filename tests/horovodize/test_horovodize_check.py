@@ -2078,6 +2078,7 @@ def test_checking_a_folder_reads_only_its_files_that_import_horovod(tmp_path, ca
         "import torch, numpy as np, horovod.torch as hvd",
         "from dualtrain import hvd",
         "from dualtrain import hvd as torch",
+        "from dualtrain import (\n    UserError,  # an error\n    hvd,\n)",
         "try: import horovod.torch as hvd\nexcept ImportError: hvd = None",
     ],
 )
