@@ -33,6 +33,7 @@ _WIDER = {
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
 }
+_PAIR = getattr(torch, "float4_e2m1fn_x2", None)  # two float4 numbers per element; not in torch 2.5
 _LOGICAL = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}
 
 
@@ -46,7 +47,7 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"a tensor is needed, not a {type(tensor).__name__}: convert it with torch.as_tensor()")
     if tensor.is_nested:
-        raise ValueError("a nested tensor cannot be sent: convert it with to_padded_tensor()")
+        raise ValueError("a nested tensor cannot be sent: convert it with torch.nested.to_padded_tensor()")
     if tensor.layout is not torch.strided:
         layout = str(tensor.layout).removeprefix("torch.")
         raise ValueError(f"a tensor with the layout {layout} cannot be sent: convert it with to_dense()")
@@ -82,10 +83,10 @@ def wire_dtype(dtype: torch.dtype) -> torch.dtype:
     """
     if dtype in REDUCIBLE:
         return dtype
-    if dtype.is_floating_point:
+    if dtype.is_floating_point and dtype is not _PAIR:
         return torch.float32
     if dtype not in _WIDER:
-        raise ValueError(f"{dtype} tensors cannot be reduced: convert them to int64 or a floating-point dtype first")
+        raise ValueError(f"{dtype} tensors cannot be reduced: convert them to int64 or float32 first")
     return _WIDER[dtype]
 
 

@@ -433,12 +433,23 @@ def test_quantized_and_nested_tensors_are_refused():
         parts = [torch.ones(1), torch.ones(2)]
         nested = [torch.nested.nested_tensor(parts, layout=layout) for layout in (torch.strided, torch.jagged)]
     refused = [(quantized, r"a quantized tensor cannot be sent: convert it with dequantize\(\)")]
-    refused += [(each, r"a nested tensor cannot be sent: convert it with to_padded_tensor\(\)") for each in nested]
+    refused += [(each, r"a nested tensor cannot be sent: convert it with torch\.nested\.to_padded_tensor\(\)") for each in nested]
     with connect("local") as backend:
         for tensor, message in refused:
             for call in (backend.allreduce, backend.broadcast, backend.broadcast_, backend.allgather, backend.alltoall):
                 with pytest.raises(ValueError, match=message):
                     call(tensor)
+
+
+@pytest.mark.parametrize("name", ["uint64", "float4_e2m1fn_x2"])
+def test_a_dtype_that_cannot_be_reduced_is_refused(name):
+    if not hasattr(torch, name):
+        pytest.skip(f"this version of torch has no {name}")
+    tensor = torch.zeros(8, dtype=torch.uint8).view(getattr(torch, name))
+    with connect("local") as backend:
+        for call in (backend.allreduce, backend.allreduce_, backend.reducescatter):
+            with pytest.raises(ValueError, match=f"torch.{name} tensors cannot be reduced"):
+                call(tensor)
 
 
 # -- allgather ----------------------------------------------------------------------------------------------------
