@@ -169,7 +169,8 @@ class _HorovodWork(Work[None]):
         return True
 
     def done(self) -> bool:
-        return self._ended or bool(self._backend.library.poll(self._handle))
+        # Horovod's ``poll`` raises an error for a handle that ``synchronize`` has released, even after a failure.
+        return self._reading or bool(self._backend.library.poll(self._handle))
 
 
 class HorovodBackend(Backend):

@@ -542,6 +542,26 @@ def test_short_waits_for_horovod_yield_only_at_first():
     yields.assert_not_called()
 
 
+def test_a_horovod_operation_is_done_after_its_wait_has_failed():
+    handles = {0}
+
+    def poll(handle):
+        if handle not in handles:
+            raise ValueError("the handle was not created or has been cleared")
+        return True
+
+    def synchronize(handle):
+        handles.remove(handle)
+        raise RuntimeError("Horovod has been shut down")
+
+    backend = SimpleNamespace(library=SimpleNamespace(poll=poll, synchronize=synchronize), failed_works=[])
+    work = _HorovodWork(backend, 0, "sum of 'x'", None, [])
+    assert work.done()
+    with pytest.raises(RuntimeError, match="shut down"):
+        work._poll(SLICE_SECONDS)
+    assert work.done()
+
+
 def test_a_backend_may_be_closed_after_the_exit_handler_has_ended_its_groups():
     program = "import atexit; atexit.register(lambda: b.close()); import dualtrain; b = dualtrain.connect('torch')"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
