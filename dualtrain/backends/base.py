@@ -183,7 +183,8 @@ class Primitives(Waits, ABC):
         any_flag: whether any rank had set its flag in the last comparison.
         compared: whether the running call has begun its comparison with the other ranks' calls.
         in_second_thread: whether the running call was made by a thread other than the one that made this backend.
-        scales_sums: whether :meth:`Backend.start_sum` scales while it adds, and not in a second pass over the sum.
+        scales_sums: True if :meth:`Backend.start_sum` scales while it adds; False if it scales in a second pass over the
+            sum.
     """
 
     name: str
@@ -309,7 +310,7 @@ def refuse_other_devices(tensor: torch.Tensor) -> None:
     """Check that ``tensor``, which is not on the CPU, is on an NVIDIA GPU. The libraries send no other tensors.
 
     Raises:
-        BackendError: it is on another device.
+        BackendError: ``tensor`` is on a device of another kind.
     """
     if not tensor.is_cuda:
         raise BackendError(

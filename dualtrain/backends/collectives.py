@@ -104,7 +104,9 @@ class Backend(Reductions, ObjectCalls):
         :meth:`close` destroys it, unless the program has done so.
 
         Raises:
-            UserError: the process has a default group already, or this is not the torch backend.
+            UserError: the process has a default group already, the group could not be made, or this is not the torch
+                backend.
+            BackendError: as :meth:`allreduce`; also if only some ranks have a default group already.
         """
         raise no_default_group(self.name)
 
@@ -136,8 +138,8 @@ class Backend(Reductions, ObjectCalls):
         """Make a copy of ``buffer``, and call ``use`` with the copy. Not collective.
 
         If ``buffer`` is a result of :meth:`new_buffer`, pass the copy instead of ``buffer`` to :meth:`start_sum` from then
-        on. Other ranks no longer read or write the memory of ``buffer``. If an interrupt such as Ctrl-C has stopped this
-        call, repeat it with the same ``buffer``.
+        on. After this call, other ranks no longer read or write the memory of ``buffer``. If an interrupt such as Ctrl-C
+        has stopped this call, repeat it with the same ``buffer``.
 
         Raises:
             OSError: there is not enough memory.

@@ -29,7 +29,7 @@ TRANSPORTS = ("auto", "shm", "native")
 def choose(name: str, world: World) -> str:
     """Return the name of the backend to use in ``world``: ``name``, or for ``"auto"`` the launcher's backend.
 
-    Without a launcher, this is ``"local"``, or ``"torch"`` if the program has made a world of several processes.
+    Without a launcher, ``"auto"`` gives ``"local"``, or ``"torch"`` if ``world`` has several processes.
 
     Raises:
         UserError: there is no backend of this name.
@@ -110,10 +110,10 @@ def connect(
         The backend; close it, or use it in a ``with`` statement.
 
     Raises:
-        UserError: a name is unknown; the device does not exist, or does not support the transport; ``timeout`` is not a
-            number of seconds above 0; the backend does not support ``default_group``; a library is missing; two ranks use
-            the same GPU with NCCL; the ranks have different versions of dualtrain, kinds of device or transports; or the
-            world cannot be joined, or its size is not the number of processes that were started.
+        UserError: a name is unknown; the device does not exist, or is a GPU although ``transport`` is ``"shm"``;
+            ``timeout`` is not a number of seconds above 0; the backend does not support ``default_group``; a library is
+            missing; two ranks use the same GPU with NCCL; the ranks have different versions of dualtrain, kinds of device
+            or transports; or the world cannot be joined, or its size is not the number of processes that were started.
         BackendError: another rank failed, or did not continue in time, after it had joined the world.
     """
     world = detect_world() if world is None else world

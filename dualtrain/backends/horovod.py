@@ -79,6 +79,8 @@ def build_facts() -> dict[str, Any]:
 def replace_package(package: str, meet: Meet) -> None:
     """Replace ``package`` and its modules by Horovod's own modules of the same names.
 
+    If neither Horovod's launcher nor MPI has started this process, also replace Horovod's ``init``: see :func:`_wrap_init`.
+
     Args:
         package: name of the package.
         meet: makes the job's store, if ``init`` needs it.

@@ -43,7 +43,8 @@ class Movement(Calls):
         """Copy rank ``root``'s ``tensor`` (the same shape and dtype on all) into a new tensor on every rank.
 
         Raises:
-            ValueError: ``root`` is not a rank of this backend.
+            ValueError: ``root`` is not a rank of this backend, or ``tensor`` is sparse, nested or quantized.
+            TypeError: ``tensor`` is not a tensor, or ``root`` is not an integer.
             BackendError: as :meth:`allreduce`.
         """
         return self._now("broadcast", name, partial(self._broadcast, tensor, root, name))
@@ -75,6 +76,8 @@ class Movement(Calls):
         a dimension are gathered into a tensor of shape (size,).
 
         Raises:
+            ValueError: ``tensor`` is sparse, nested or quantized.
+            TypeError: ``tensor`` is not a tensor.
             BackendError: as :meth:`allreduce`.
         """
         return self._now("allgather", name, partial(self._allgather, tensor, name))
@@ -104,7 +107,9 @@ class Movement(Calls):
             The received rows; with ``splits`` also how many came from each rank (int32, (size,), on the CPU).
 
         Raises:
-            ValueError: ``tensor`` has no dimension or cannot be split equally, or ``splits`` does not fit it.
+            ValueError: ``tensor`` has no dimension, is sparse, nested or quantized, or cannot be split equally; or
+                ``splits`` does not fit it.
+            TypeError: ``tensor`` is not a tensor.
             BackendError: as :meth:`allreduce`.
         """
         rows, received = self._now("alltoall", name, partial(self._alltoall, tensor, splits, name))
@@ -147,13 +152,16 @@ class Movement(Calls):
         return self.gather_rows(tensor, rows, name or "allgather")
 
     def gather_rows(self, tensor: torch.Tensor, rows: list[int], name: str) -> torch.Tensor:
-        """Concatenate every rank's rows in rank order. ``rows`` is each rank's number of rows, which all ranks know."""
+        """Concatenate every rank's rows in rank order. Collective; blocks.
+
+        ``rows`` is each rank's number of rows, which all ranks know.
+        """
         row_bytes = tensor.shape[1:].numel() * tensor.element_size()
         parts = self.gather(wire.as_bytes(tensor), [n * row_bytes for n in rows], name)
         return wire.from_bytes(torch.cat(parts), tensor.dtype, (sum(rows), *tensor.shape[1:]))
 
     def gather(self, data: torch.Tensor, lengths: list[int], name: str) -> list[torch.Tensor]:
-        """Gather every rank's bytes in rank order; all ranks know the ``lengths``.
+        """Gather every rank's bytes in rank order; all ranks know the ``lengths``. Collective; blocks.
 
         The bytes are padded to the greatest length, since ``start_allgather`` gathers only tensors of equal length.
         """
@@ -178,7 +186,7 @@ class Movement(Calls):
         return rows, torch.tensor(received, dtype=torch.int32, device="cpu")
 
     def alltoall_rows(self, tensor: torch.Tensor, sent: list[int], received: list[int], name: str) -> torch.Tensor:
-        """Send ``sent[r]`` rows to rank r, and return the received rows, ``received[r]`` from rank r."""
+        """Send ``sent[r]`` rows to rank r; return the received rows, ``received[r]`` from rank r. Collective; blocks."""
         return self.send_data(partial(self._exchange_rows, tensor, sent, received, name))
 
     def _exchange_rows(self, tensor: torch.Tensor, sent: list[int], received: list[int], name: str) -> torch.Tensor:

@@ -81,7 +81,8 @@ def encode(obj: Any) -> torch.Tensor:
     """Serialize ``obj`` into a CPU uint8 tensor (n,).
 
     Raises:
-        TypeError: ``obj`` holds something other than plain values and tensors.
+        TypeError: ``obj`` contains an object of a class that is not allowed (see the top of this file), or that cannot be
+            serialized.
     """
     buffer = io.BytesIO()
     try:
@@ -117,6 +118,7 @@ def decode(data: torch.Tensor) -> Any:
 
     Raises:
         TypeError: the sender refused the object: see :func:`encode_or_refuse`.
+        pickle.UnpicklingError: the user has allowed a class of the object in the sender's process, but not in this one.
     """
     if bytes(data[: len(_REFUSED)].tolist()) == _REFUSED:
         raise TypeError(bytes(data[len(_REFUSED) :].tolist()).decode())

@@ -27,8 +27,8 @@ class Reductions(Movement):
         """Reduce every rank's ``tensor`` (the same shape and dtype on all) into a new tensor on every rank.
 
         Args:
-            tensor: any shape; floating point, integer (not uint64), bool (SUM is "any", PRODUCT "all"), or complex (only
-                SUM and AVERAGE).
+            tensor: any shape; floating point (not float4), integer (not uint64), bool (SUM is "any", PRODUCT "all"; no
+                AVERAGE), or complex (only SUM and AVERAGE).
             op: AVERAGE, SUM, MIN, MAX or PRODUCT, or its name. The average of integers is truncated toward zero; it is
                 wrong if the sum of int32 or int64 values overflows.
             name: shown in errors and reports.
@@ -152,7 +152,10 @@ class Reductions(Movement):
         return wire.unpack(wire.average_(total, self.size) if op is ReduceOp.AVERAGE else total, like)
 
     def reduce_rows(self, tensor: torch.Tensor, primitive: ReduceOp, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return this rank's rows of the reduction, in the wire dtype, and a tensor of their shape and original dtype."""
+        """Return this rank's rows of the reduction, in the wire dtype, and a tensor of their shape and original dtype.
+
+        Collective; blocks.
+        """
         rows = split_sizes(tensor.shape[0], self.size)
         mine = rows[self.rank]
         received = self.alltoall_rows(tensor, rows, [mine] * self.size, name)

@@ -55,6 +55,9 @@ class SumOrder:
         merges: for each rank and each of its shards, how often the rank merges its two newest partial sums after it has
             computed that shard.
         buffers: the largest number of partial sums of any rank, minus 1: a rank's last one needs no extra buffer.
+
+    Raises:
+        ValueError: ``shards`` is below 1.
     """
 
     def __init__(self, shards: int, size: int) -> None:

@@ -559,7 +559,11 @@ def _gloo_group(store: dist.Store, world: World, interface: str | None, timeout:
 
 
 def _nccl_group(store: dist.Store, world: World, timeout: float) -> Any:
-    """Make an NCCL group. Does not block, and uses no GPU before the group's first operation."""
+    """Make an NCCL group. Does not block, and uses no GPU before the group's first operation.
+
+    Raises:
+        UserError: this build of torch has no NCCL.
+    """
     if not dist.is_nccl_available():
         raise UserError("this build of torch has no NCCL, which tensors on GPUs need: install a CUDA build of torch")
     kind: Any = dist.ProcessGroupNCCL
@@ -575,7 +579,9 @@ def meet(world: World, timeout: float, backend: str = "torch", obstacle: str | N
         The store, and the world with local and cross ranks that follow from the hosts of all ranks.
 
     Raises:
-        UserError: as :func:`open_store` and :func:`dualtrain.rendezvous.placement.place_ranks`.
+        UserError: as :func:`~dualtrain.rendezvous.meeting_point.names_by_server`,
+            :func:`~dualtrain.rendezvous.meeting_point.meeting_point`, :func:`open_store` and
+            :func:`~dualtrain.rendezvous.placement.place_ranks`; or the ranks have different backends.
     """
     deadline = time.monotonic() + timeout
     refuse_unlike("backend", names_by_server(world, timeout, backend), SAME_BACKEND)

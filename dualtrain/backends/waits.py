@@ -28,7 +28,7 @@ class Waits:
     Attributes:
         world: this process's rank and the number of ranks, in the job or, for a group, in the group.
         timeout: the longest time in seconds that any wait lasts.
-        members: for each rank of this backend, its rank in the job. In a group, they may differ: its own ranks begin at 0.
+        members: for each rank of this backend, its rank in the job. The two may differ: a group's own ranks begin at 0.
         watch: detects failed ranks; ``None`` until :func:`dualtrain.connect` has started it.
         meanwhile: called during waits for the library. Advances other operations: a rank for which this rank waits may
             itself wait for one of them. Does not block. Returns how many of these operations are unfinished.

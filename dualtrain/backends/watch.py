@@ -190,7 +190,7 @@ class Watch:
     ) -> None:
         """Handle the messages that ``read`` returns. If it fails, or a message is malformed, close the connection.
 
-        Then also report that the peer has failed, unless it or this rank has already reported its own end.
+        Then also report that the peer has failed, unless the peer or this rank has already reported its own end.
         """
         try:
             self._handle(read(), reported)
