@@ -37,9 +37,9 @@ class BucketMemory:
         extra: the scalars, the last part of ``wire``.
         views: the gradients' places in ``values``, in the order of the slots.
         exposed: the tensors by which the program sees the gradients.
-        keeps_views: whether the program has kept a view of an earlier gradient. If so, gradients get memory outside of the
-            bucket.
-        group: this memory and those of the buckets that were made together with it. ``link`` sets it.
+        keeps_views: True if the program has kept a view of an earlier gradient. The bucket's gradients then get memory
+            outside of the bucket.
+        group: this memory and those of the buckets that were made together with it. ``link`` sets this list.
         ranges: where the gradients of ``group`` lie, sorted: (first address, address past the last).
         on_replaced: function that is called after ``wire`` was replaced.
     """
@@ -100,7 +100,7 @@ class BucketMemory:
         self._may_write = False
 
     def leave_views(self) -> None:
-        """If the program keeps views of earlier gradients, leave the memory to them, and use a copy of it.
+        """If the program keeps views of earlier gradients, leave the memory to these views, and use a copy of the memory.
 
         The program then sees the earlier values, as in torch. If there is no memory for a copy, log a warning: the round
         then overwrites the views. Call this before the first write of a round.
@@ -114,7 +114,7 @@ class BucketMemory:
         self._may_write = True
 
     def leave_layout(self) -> None:
-        """If the program keeps views of gradients, leave the memory to them. Call this before the bucket sends zeros."""
+        """If the program keeps views of gradients, leave the memory to the views. Call it before the bucket sends zeros."""
         if self._left is not None or self.exposed.have_views():
             self._leave()
 

@@ -40,7 +40,8 @@ class Exchange:
     Attributes:
         extra: the extra scalars, shape (scalars,), as a part of the last bucket; after a round, their sums over the ranks.
         laid_out: whether the layout includes all slots.
-        reduced: whether the gradients are the result of the last round; :meth:`is_reduced` brings it up to date.
+        reduced: True if the gradients are the result of the last round. :meth:`is_reduced` also checks whether they were
+            zeroed or set to ``None`` since.
     """
 
     def __init__(
@@ -208,7 +209,7 @@ class Exchange:
             slot.param.grad = None
 
     def wait(self, *, cpu_waits: bool = False) -> bool:
-        """Wait for the sums of the round, whose buckets must all have been sent. Return whether any rank refuses.
+        """Wait for the sums of the round, whose buckets must all have been sent. Return whether the ranks must refuse them.
 
         An error drops all gradients.
 

@@ -59,8 +59,9 @@ class GradientReducer:
     to which the program has a reference, those that share memory with another tensor, and those that have a graph
     (``create_graph=True``). You may assign to ``param.grad`` or to its ``.data``.
     If the program keeps a gradient or a view of it (``param.grad.view(-1)``, ``param.grad.numpy()``) after ``zero_grad()``,
-    its values do not change, as in torch. After the program has kept a view, the gradients of its bucket are copies instead
-    of views into a buffer. With gradients on a GPU, views do not keep their values: the next backward overwrites them.
+    its values do not change, as in torch. After the program has kept a view of a gradient, all gradients of the same bucket
+    are copies instead of views into a buffer. With gradients on a GPU, views do not keep their values: the next backward
+    overwrites them.
     Keep a reference to the reducer as long as the model trains: the hooks on the parameters hold weak references only.
     ``torch.utils.swap_tensors`` drops these hooks. Call :meth:`renew` afterwards, as
     ``DistributedOptimizer.zero_grad`` does.
@@ -112,7 +113,7 @@ class GradientReducer:
         self.has_local = False
         self._paused = False
         self._seen = 0  # backward passes since the last reduction
-        self._dropped = False  # whether ``zero_grad`` was called after some of the step's ``passes``, before the last
+        self._dropped = False  # True if ``zero_grad`` was called after one of the step's ``passes``, but not the last one
         #: The callback for the end of the running pass. The reference is dead if the pass failed.
         self._ending: weakref.ref[Callable[[], None]] | None = None
         self._refused_pass = False  # whether a pass, which may have changed gradients, was refused since the last reduction
@@ -257,8 +258,8 @@ class GradientReducer:
     def _restore_own_scalars(self) -> None:
         """Replace sums in :attr:`extra` by this rank's own scalars, if a step's reduction is repeated.
 
-        It is repeated if all averages were zero and the program changed them in place, for example by clipping: the
-        gradients then look as if the model's ``zero_grad(set_to_none=False)`` had zeroed them.
+        A reduction is repeated if all averages were zero and the program changed them in place, for example by clipping:
+        the gradients then look as if the model's ``zero_grad(set_to_none=False)`` had zeroed them.
         """
         sums = self._exchange.extra.double()
         # ``torch.equal`` would compare NaN as different from itself.

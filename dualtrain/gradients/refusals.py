@@ -48,13 +48,14 @@ class Refusals:
         flag: a tensor of one number, sent with the last bucket.
         optimizer: the optimizer whose param_groups must not contain parameters with ``requires_grad`` that are not in
             ``hooks.known``; ``None`` for no check.
-        allows_copies: true if the param_groups may contain such parameters for which backward computes no gradients. An
-            example is the float32 copies of float16 parameters that apex makes.
+        allows_copies: True if the param_groups may contain such parameters, as long as backward computes no gradients for
+            them. Examples are the float32 copies of float16 parameters that apex makes.
         hooks: the reducer's parameters.
         steps: the number of steps that the optimizer has taken on this rank.
-        dropped: whether gradients were dropped, and the program has not computed them or set them to zeros since then.
-        sent_dropped: true in an optimizer step that would send the rest of a round in which ``zero_grad()`` was called
-            after the first buckets had been sent.
+        dropped: True after a failed exchange has set all gradients to ``None``, until the program calls ``zero_grad`` or a
+            parameter has a gradient.
+        sent_dropped: True during an optimizer step that ends a round of which a part was sent before the program called
+            ``zero_grad``.
     """
 
     def __init__(self, hooks: ParameterHooks) -> None:
@@ -68,7 +69,7 @@ class Refusals:
         self._in_groups: list[list[torch.Tensor]] = []
         #: Parameters without a hook of this reducer, by id, that had no gradient when they were found in a group.
         self._copies: dict[int, torch.Tensor] = {}
-        self._trained_copies: set[int] = set()  # ids of those for which backward has computed a gradient since then
+        self._trained_copies: set[int] = set()  # ids of the copies for which backward has computed a gradient since then
         #: (module id, key) → attribute with a new parameter or module, and the name of a replaced parameter.
         self._replaced: dict[tuple[int, str], tuple[ModuleAttribute, str]] = {}
         self.flag = torch.zeros(1, device="cpu")
@@ -91,7 +92,7 @@ class Refusals:
     def drop_gradients(self) -> None:
         """Set all gradients to ``None`` after a failed exchange: some may be sums, and others this rank's own gradients.
 
-        Further exchanges are refused until the program has computed gradients or set them to zeros.
+        Further exchanges are refused until the program calls ``zero_grad`` or a parameter has a gradient.
         """
         for slot in self.hooks.slots:
             slot.param.grad = None
@@ -186,8 +187,9 @@ class Refusals:
         self.flag.zero_()
 
     def flagged(self, backend: Backend, buckets: Sequence[Bucket], cpu_waits: bool) -> bool:
-        """Return, on every rank, whether a rank has refused in the exchange that has ended.
+        """Return, on every rank, whether the ranks must refuse the exchange that has ended.
 
+        They must if the sum of the flags is NaN: see :class:`Refusals`.
         With gradients on a GPU, the CPU reads the flag only if it waits for the exchange anyway. If it does not, a
         refusal raises BackendError instead: at once on the rank that has the reason, one step later on the others.
         """

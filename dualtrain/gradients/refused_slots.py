@@ -15,7 +15,8 @@ class RefusedSlots:
         misplaced: its gradient lies in the memory of another gradient. Found by ``Bucket.pack``.
         sparse: its gradient is sparse, although only dense ones can be summed. Found by ``Bucket.pack``.
         reshaped: its gradient or parameter has a new shape. Found by ``Bucket.pack``, which sends zeros for it.
-        trained_elsewhere: it is frozen on this rank, and has a gradient on other ranks. Found by ``Bucket.unpack``.
+        trained_elsewhere: it is frozen on this rank, and has a gradient on other ranks. Found by ``Bucket.unpack``, or by
+            ``SparseGradients.reduce`` if the gradient is sparse.
         stepped: its parameter was changed and its gradient dropped in backward. Found by ``Bucket.find_stepped``.
     """
 

@@ -27,7 +27,7 @@ class SlotMemory(Protocol):
         """Record that ``slot`` has a new tensor ``exposed``."""
 
     def covers(self, address: int) -> bool:
-        """Return whether ``address`` is in the memory of this bucket, or of one that was made with it."""
+        """Return whether ``address`` is in the memory of this bucket, or of a bucket that was made together with it."""
 
 
 class SlotBucket(Protocol):
@@ -51,7 +51,7 @@ class Slot:
     view: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     #: The same memory as ``view``, with a separate version counter, which counts the program's in-place changes.
     exposed: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    #: ``None`` before the layout, and for a sparse gradient.
+    #: ``None`` before the layout, and for a sparse gradient that is gathered.
     bucket: SlotBucket | None = None
     #: The tensor that becomes ``param.grad``. It is not ``exposed`` itself: the user may assign to ``param.grad.data``.
     alias: torch.Tensor = field(default_factory=lambda: torch.empty(0))

@@ -18,8 +18,8 @@ class WireFormat:
 
     Attributes:
         numel: how many real numbers are sent for the gradients; a complex number counts as two.
-        dtype: their dtype.
-        real: the dtype of the gradients, as real numbers.
+        dtype: the dtype in which these numbers are sent.
+        real: the dtype of these numbers in the gradients.
         is_cpu: whether the gradients are on the CPU.
     """
 
