@@ -200,7 +200,7 @@ def cut_off(error: Exception) -> bool:
 
 
 class Ranks(Protocol):
-    """Ranks that can broadcast a small object: a connected backend."""
+    """Ranks that can broadcast a small object, such as a connected backend."""
 
     timeout: float
 

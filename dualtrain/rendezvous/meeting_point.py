@@ -122,7 +122,7 @@ def world_of(comm: Any, world: World) -> World:
 
 
 def parts_of(comm: Any, world: Any = None) -> tuple[list[int], list[list[int]]]:
-    """Return the ranks of ``comm``'s processes in ``world``, and the different results of all processes of ``world``.
+    """Return the ranks in ``world`` of ``comm``'s processes, and the different lists that the processes of ``world`` get.
 
     Both arguments are mpi4py communicators. ``world`` is ``MPI.COMM_WORLD`` by default. Collective over ``world``; blocks.
 

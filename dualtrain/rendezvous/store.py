@@ -226,6 +226,7 @@ class StoreClient:
         """Carry out one operation: see :meth:`Store.call`.
 
         Raises:
+            UserError: as :class:`Store`.
             OSError: the serving process has exited, or an exception such as KeyboardInterrupt has stopped an earlier call.
         """
         deadline = time.monotonic() + wait
