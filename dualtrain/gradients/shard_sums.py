@@ -100,7 +100,10 @@ class ShardSums:
     def add_shard(self, parts: list[torch.Tensor]) -> None:
         """See :class:`BucketSum`."""
         if self._added >= len(self._merges) - 1:
-            raise RuntimeError(f"this rank has {len(self._merges)} shards in a step, and was given more")
+            raise RuntimeError(
+                f"this rank has {len(self._merges)} shards in a step, and add_shard is for all of them but the last: the "
+                "next reduction adds the last one"
+            )
         for _ in range(self._merges[self._added]):
             newest, parts = parts, self._kept.pop()
             # Private in torch 2.5 to 2.15, and the only way to add many tensors in one call.

@@ -132,7 +132,7 @@ def wrong_number_of_shards(backend):
     with pytest.raises(RuntimeError, match="this rank has 2 shards in a step, and was given 1"):
         partial.start("sum", 1.0, 0)
     partial.add_shard(halves(torch.ones(3)))
-    with pytest.raises(RuntimeError, match="this rank has 2 shards in a step, and was given more"):
+    with pytest.raises(RuntimeError, match="2 shards in a step, and add_shard is for all of them but the last"):
         partial.add_shard(halves(torch.ones(3)))
 
 
