@@ -85,11 +85,11 @@ class Turns:
         if backend is None or len(self._members) < 2:
             return [member]
         backend.drain()
-        due, odd, dropped = self._gather(backend, self._state(number))
+        due, odd, collected = self._gather(backend, self._state(number))
         wanted = reduce(or_, due)
-        _refuse_dropped(wanted, dropped, backend.members)
+        _refuse_collected(wanted, collected, backend.members)
         _refuse_other_steps(wanted, odd)
-        for each in _numbers_in(reduce(and_, dropped)):
+        for each in _numbers_in(reduce(and_, collected)):
             self.leave(each)
         numbers = sorted(_numbers_in(wanted), key=lambda each: (each != self._first, each))
         self._first = numbers[0]
@@ -98,7 +98,7 @@ class Turns:
 
     def _gather(self, backend: Backend, state: _State) -> tuple[list[int], list[int], list[int]]:
         """Return the three bit sets of :meth:`_state` of all ranks: three lists in rank order. Collective; blocks."""
-        due, odd, dropped = ([0] * backend.size for _ in range(3))
+        due, odd, collected = ([0] * backend.size for _ in range(3))
         for low in itertools.count(0, _PLACES):
             mine = [bits >> low & _ALL for bits in state]
             more = _MORE * (max(self._members) >= low + _PLACES)
@@ -106,29 +106,30 @@ class Turns:
             for rank, packed in enumerate(sets):
                 due[rank] |= (packed & _ALL) << low
                 odd[rank] |= (packed >> _PLACES & _ALL) << low
-                dropped[rank] |= (packed >> 2 * _PLACES & _ALL) << low
+                collected[rank] |= (packed >> 2 * _PLACES & _ALL) << low
             if not any(packed & _MORE for packed in sets):
                 break
-        return due, odd, dropped
+        return due, odd, collected
 
     def _state(self, number: int) -> _State:
-        """Return three bit sets of reducers: those to exchange, those with an odd step count, and those that are gone.
+        """Return three bit sets of reducers.
 
-        A reducer is gone if it was garbage-collected on this rank.
+        They contain the reducers to exchange, those with an odd number of steps, and those that were garbage-collected on
+        this rank.
         """
-        due = odd = dropped = 0
+        due = odd = collected = 0
         for each, ref in self._members.items():
             member = ref()
             if member is None:
-                dropped |= 1 << each
+                collected |= 1 << each
                 continue
             due |= (each == number or member.is_due) << each
             odd |= (member.steps & 1) << each
-        return due, odd, dropped
+        return due, odd, collected
 
 
-def _refuse_dropped(wanted: int, dropped: list[int], ranks: Sequence[int]) -> None:
-    rank = next((rank for rank, gone in zip(ranks, dropped, strict=True) if gone & wanted), None)
+def _refuse_collected(wanted: int, collected: list[int], ranks: Sequence[int]) -> None:
+    rank = next((rank for rank, gone in zip(ranks, collected, strict=True) if gone & wanted), None)
     if rank is not None:
         raise BackendError(
             f"an optimizer whose gradients are to be exchanged was garbage-collected on rank {rank}: keep it as "
