@@ -248,7 +248,7 @@ class TorchBackend(Backend):
     _native: dist.Store | None = None  # see ``_native_store``
     _nccl: Any = None  # the process group for tensors on GPUs; ``None`` before the first one
     _nccl_sums = 0  # how many sums of gradients were started in that group
-    _buffers: CallBuffers | None = None  # those of the last comparison of calls, if it has ended
+    _buffers: CallBuffers | None = None  # of the last comparison of calls; ``None`` if that has not ended
 
     def __init__(self, world: World, device: torch.device, timeout: float, store: dist.Store, placed: World) -> None:
         super().__init__(world, device, timeout)

@@ -1,6 +1,6 @@
 """Hooks on parameters. They call a reducer when a gradient is ready, or when a parameter or its module was replaced.
 
-A hook holds a weak reference to its reducer, so that the reducer is freed with the object that uses it. If no reducer of a
+A hook holds a weak reference to its reducer, so that the reducer is freed with its optimizer or trainer. If no reducer of a
 parameter is left, the parameter's hook raises an error: otherwise each rank would silently continue with its own gradients.
 """
 
@@ -277,7 +277,7 @@ def _on_module(owner: nn.Module, key: str, new: Any) -> None:
 
 
 def _report_replacement(owner: nn.Module, key: str, replaced: Iterable[torch.Tensor]) -> None:
-    names: dict[Reducer, str] = {}  # one report for each reducer, which names its first parameter
+    names: dict[Reducer, str] = {}  # one report for each reducer, with its first replaced parameter
     for ref, name in (watcher for p in replaced for watcher in _watchers(p)):
         reducer = ref()
         if reducer is not None:

@@ -1,4 +1,4 @@
-"""The parameters of a reducer: their names, which kinds it accepts, and whether one changed after its bucket was made."""
+"""The parameters of a reducer: their names, the kinds that are accepted, and changes after the buckets were made."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Recognition of an MPI launcher's variables that do not belong to a running launcher.
 
-A shell that mpirun has started, or a terminal multiplexer or container that was started in it, keeps mpirun's variables.
-With the address of a launcher that has ended, MPI would abort the process without an explanation. With only a rank and a
-size, copied or set by hand, MPI would start as a world of one process.
+A shell that mpirun has started, or a terminal multiplexer or container that was started in this shell, keeps mpirun's
+variables. With the address of a launcher that has ended, MPI would abort the process without an explanation. With only a
+rank and a size, copied or set by hand, MPI would start as a world of one process.
 """
 
 from __future__ import annotations
