@@ -56,6 +56,7 @@ class Exchange:
         self._order = order
         self.schedule = Schedule()
         self.refusals = Refusals(hooks)
+        self.refusals.has_idle_ranks = order is not None and not all(order.ranges)
         self.sparse = SparseGradients()
         self.extra = torch.zeros(scalars, device="cpu")
         self.laid_out = False

@@ -69,6 +69,7 @@ class GradientReducer:
     Attributes:
         extra: float64, (extra,), on the CPU. Set this rank's scalars before a reduction. The reduction replaces them by
             their sums over the ranks, computed in the dtype in which gradients are sent: 16 bits with ``Transfer.dtype``.
+            With an ``order``, the sums are over the shards: the scalars of a rank without shards are not added.
         closed: whether :meth:`close` was called.
         has_local: whether backward has added to gradients since the last exchange or :meth:`renew`.
 

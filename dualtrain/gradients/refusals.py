@@ -17,6 +17,7 @@ from typing import NoReturn
 import torch
 
 from dualtrain.backends import Backend
+from dualtrain.backends.agreement import Call, agree
 from dualtrain.errors import BackendError
 from dualtrain.gradients.buckets import Bucket
 from dualtrain.gradients.hooks import ModuleAttribute, ParameterHooks
@@ -42,7 +43,8 @@ class Refusals:
 
     Each rank sends a flag: NaN if it has a reason to refuse; otherwise infinity after an odd number of optimizer steps, and
     minus infinity after an even number. The sum of the flags is NaN if a rank has a reason, or if the number of steps is
-    odd on some ranks and even on others, so that weights differ. This holds for any dtype and number of ranks.
+    odd on some ranks and even on others, so that weights differ. This holds for any dtype and number of ranks. A rank
+    without shards sends no flag. If there is such a rank, all ranks compare their reasons and steps separately.
 
     Attributes:
         flag: a tensor of one number, sent with the last bucket.
@@ -52,6 +54,7 @@ class Refusals:
             them. Examples are the float32 copies of float16 parameters that apex makes.
         hooks: the reducer's parameters.
         steps: the number of steps that the optimizer has taken on this rank.
+        has_idle_ranks: True if some ranks have no shards.
         dropped: True after a failed exchange has set all gradients to ``None``, until the program calls ``zero_grad`` or a
             parameter has a gradient.
         sent_dropped: True during an optimizer step that ends a round of which a part was sent before the program called
@@ -62,7 +65,7 @@ class Refusals:
         self.steps = 0
         self.dropped = self.sent_dropped = False
         self.optimizer: torch.optim.Optimizer | None = None
-        self.allows_copies = False
+        self.allows_copies = self.has_idle_ranks = False
         self.hooks = hooks
         self._forms = Forms([])
         #: The optimizer's parameters, by group, at the last check that found only known parameters and copies.
@@ -195,6 +198,8 @@ class Refusals:
         """
         if not buckets:
             return False
+        if self.has_idle_ranks:
+            return self._compare(backend, refuses=self.reason(buckets) is not None)
         if self.flag.is_cpu or cpu_waits:
             return math.isnan(self.flag.item())
         mine, earlier = self.reason(buckets), self._late is not None and self._late.raised()
@@ -208,6 +213,12 @@ class Refusals:
                 f"steps: {_SAME_STEPS}"
             )
         return False
+
+    def _compare(self, backend: Backend, *, refuses: bool) -> bool:
+        """Compare reasons and steps without the flag; return the result of :meth:`flagged`. Collective; blocks."""
+        backend.drain()
+        states = agree(backend, Call("refusals of gradients"), 2 if refuses else self.steps % 2)
+        return 2 in states or len(set(states)) > 1
 
     def leave_layout(self, backend: Backend, buckets: Sequence[Bucket], sent: int, cpu_waits: bool) -> None:
         """Send zeros in the remaining buckets of the old layout, before this rank makes a new one. Collective; blocks.
@@ -231,6 +242,8 @@ class Refusals:
             bucket.start()
         for bucket in buckets:
             bucket.finish()
+        if self.has_idle_ranks:
+            self._compare(backend, refuses=True)
         states = self._exchange_reasons(backend, _NEW_LAYOUT)
         if not all(reason == _NEW_LAYOUT for reason, _ in states):
             _raise_first(states, backend.members)

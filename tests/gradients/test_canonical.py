@@ -199,6 +199,45 @@ def test_a_bucket_layout_that_one_rank_changes_causes_an_error_on_all_ranks():
     run_threads(3, one_changes_its_layout)
 
 
+def idle_rank_differs(backend, change):
+    """Make rank 4, which has no shard, differ from the others after one step: the next step must fail on every rank."""
+    model = perceptron()
+    model[0].bias.requires_grad_(False)
+    optimizer, mine = with_four_shards(model, backend)
+
+    def step():
+        compute_shards(optimizer, model, mine)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    if backend.rank != 4:
+        step()
+    elif change == "skips a step":
+        compute_shards(optimizer, model, mine)
+        optimizer.synchronize()
+        optimizer.zero_grad()
+    elif change == "replaces a parameter":
+        step()
+        model[0].weight = nn.Parameter(torch.zeros_like(model[0].weight))
+    else:
+        step()
+        model[0].bias.requires_grad_(True)
+    errors = {
+        "skips a step": "rank 0 has taken 2 steps of an optimizer, and rank 4 has taken 1",
+        "replaces a parameter": "rank 4: parameter '0.weight' was replaced",
+        "unfreezes a parameter": "rank 4: .*before the same backward",
+    }
+    with pytest.raises(BackendError, match=errors[change]):
+        step()
+    optimizer.close()
+
+
+@pytest.mark.parametrize("change", ["skips a step", "replaces a parameter", "unfreezes a parameter"])
+def test_a_rank_without_shards_that_differs_causes_an_error_on_all_ranks(change):
+    run_threads(5, lambda backend: idle_rank_differs(backend, change))
+
+
 def begun_twice(backend):
     """Return the gradients of a step. The previous step was abandoned after this rank's first shard."""
     model = perceptron()
