@@ -160,9 +160,9 @@ def _checked(tensors: Iterable[torch.Tensor], *, in_place: bool = False) -> list
     for tensor in listed:
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"a torch.Tensor is needed, not {tensor!r}: wrap it in torch.tensor(…)")
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.device.type not in ("cpu", "cuda"):
-            kind = tensor.device.type if tensor.layout is torch.strided else str(tensor.layout)
-            kind = "quantized" if tensor.is_quantized else kind
+        unusual = "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else ""
+        if unusual or tensor.layout is not torch.strided or tensor.device.type not in ("cpu", "cuda"):
+            kind = unusual or (tensor.device.type if tensor.layout is torch.strided else str(tensor.layout))
             raise ValueError(f"a {kind} tensor cannot be sent: convert it to a dense tensor of numbers on the CPU or a GPU")
         if in_place and shares_elements(tensor):
             raise ValueError(

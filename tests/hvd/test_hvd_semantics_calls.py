@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from math import inf
 
 import numpy
@@ -283,6 +284,21 @@ def integers_of_numpy(backend):
 
 def test_op_and_root_may_be_integers_of_numpy(real):
     assert real(integers_of_numpy) == [[float(real.size)]] * real.size
+
+
+def nested_tensors(backend):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # nested tensors are a prototype in torch
+        tensor = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    with library(backend) as hvd:
+        for call in (hvd.allreduce, hvd.allgather, lambda x: hvd.broadcast_(x, 0)):
+            with pytest.raises(ValueError, match="a nested tensor cannot be sent"):
+                call(tensor)
+
+
+@OURS_2
+def test_nested_tensors_are_refused(real):
+    real(nested_tensors)
 
 
 def wrong_arguments(backend):
