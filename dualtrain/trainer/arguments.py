@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from numbers import Integral
+from numbers import Integral, Real
 
 import torch
 from torch import nn
@@ -37,18 +37,27 @@ def check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, backend:
 def check_options(clip_norm: float | None, ema: float | None, compress: str, virtual_ranks: int | None, seed: int) -> None:
     """Raise ValueError for an invalid option, or for options that exclude each other."""
     for name, value in (("clip_norm", clip_norm), ("ema", ema)):
-        if isinstance(value, str):
-            raise ValueError(f"{name}={value!r} is a string: give a number, or None")
+        if value is not None and not _is_number(value):
+            raise ValueError(f"{name}={value!r} is not a number: give one, or None")
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm={clip_norm!r} is not above 0: give the largest norm of the gradients, or None")
-    if compress != "none" and compress not in DTYPES:
+    if ema is not None and not 0 <= ema <= 1:
+        raise ValueError(f"ema={ema!r} is not from 0 to 1: give the decay of the average, such as 0.999, or None")
+    if compress not in ("none", *DTYPES):
         raise ValueError(f"compress={compress!r} is not known: choose none, fp16 or bf16")
-    if virtual_ranks is not None and not isinstance(virtual_ranks, Integral):
+    if virtual_ranks is not None and (isinstance(virtual_ranks, bool) or not isinstance(virtual_ranks, Integral)):
         raise ValueError(f"virtual_ranks={virtual_ranks!r} is not a whole number: give the number of shards, or None")
     if virtual_ranks is not None and not isinstance(seed, Integral):
         raise ValueError(f"seed={seed!r} is not a whole number: give one")
     if virtual_ranks is not None and compress != "none":
         raise ValueError("virtual_ranks and compress exclude each other: rounded sums depend on the number of ranks")
+
+
+def _is_number(value: object) -> bool:
+    """Return whether ``value`` is a number, or a tensor of one; a bool is not, as a decay of ``True`` would be 1."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_functions(**functions: object) -> None:

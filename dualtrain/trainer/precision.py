@@ -49,7 +49,7 @@ class Precision:
     """
 
     def __init__(self, amp: str, device: torch.device) -> None:
-        if amp != "off" and amp not in DTYPES:
+        if amp not in ("off", *DTYPES):
             raise ValueError(f"amp={amp!r} is not known: choose off, bf16 or fp16")
         self._device_type = device.type
         self._dtype = DTYPES.get(amp)
