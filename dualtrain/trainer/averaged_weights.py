@@ -3,23 +3,39 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from dualtrain.gradients.shard_sums import copy_all
 from dualtrain.trainer.rank_state import with_extra_state
 
 
-def add_buffers(average: nn.Module, model: nn.Module) -> None:
-    """Copy to ``average``, an older copy of ``model``, the buffers that are missing or ``None`` there."""
+def match_buffers(average: nn.Module, model: nn.Module) -> None:
+    """Give ``average``, an older copy of ``model``, buffers of the same names and shapes in the same order.
+
+    Forward passes may have made, replaced or removed buffers of only one of them. Copies no values into the buffers that
+    ``average`` keeps.
+    """
     for copied, module in zip(average.modules(), model.modules(), strict=True):
-        for name, buffer in module.named_buffers(recurse=False):
-            if not hasattr(copied, name):
-                copied.register_buffer(name, buffer.detach().clone())
-            elif getattr(copied, name) is None:
-                setattr(copied, name, buffer.detach().clone())
+        # ``_buffers`` and ``_non_persistent_buffers_set`` are private, and the same in torch 2.5 to 2.15. There is no
+        # public way to read the names of buffers that are None.
+        own, wanted = dict(copied._buffers.items()), dict(module._buffers.items())
+        if _shapes(own) == _shapes(wanted):
+            continue
+        for name in own:
+            delattr(copied, name)
+        for name, buffer in wanted.items():
+            kept = own.get(name)
+            if kept is None or buffer is None or kept.shape != buffer.shape:
+                kept = None if buffer is None else buffer.detach().clone()
+            copied.register_buffer(name, kept, persistent=name not in module._non_persistent_buffers_set)
+
+
+def _shapes(buffers: Mapping[str, torch.Tensor | None]) -> list[tuple[str, torch.Size]]:
+    return [(name, buffer.shape) for name, buffer in buffers.items() if buffer is not None]
 
 
 def copy_extra_state(average: nn.Module, model: nn.Module) -> None:

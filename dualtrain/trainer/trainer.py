@@ -30,7 +30,7 @@ from dualtrain.optimizer import DistributedOptimizer
 from dualtrain.run_folder import checkpoint
 from dualtrain.state import broadcast_parameters, load_optimizer_state
 from dualtrain.trainer.arguments import check_arguments, check_functions, check_options, check_schedule, stateful
-from dualtrain.trainer.averaged_weights import add_buffers, copy_extra_state, parameters_of, wraps
+from dualtrain.trainer.averaged_weights import copy_extra_state, match_buffers, parameters_of, wraps
 from dualtrain.trainer.modes import evaluation_mode, training_mode
 from dualtrain.trainer.objective import (
     NAMES,
@@ -161,7 +161,8 @@ class Trainer:
         self._epochs = 0  # epochs that fit() has completed
         self._steps = 0  # steps since the construction, or since a state was loaded
         self._closed = False
-        self._ema_updated = False
+        #: The model's buffers when those of ``ema`` were matched to them; ``None`` if they must be matched anew.
+        self._matched: list[tuple[str, torch.Size]] | None = None
         self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema)) if ema is not None else None
 
     @property
@@ -263,11 +264,12 @@ class Trainer:
             self.optimizer.step()
         self.advance_schedule(updated=not scales)
         if self.ema is not None:
-            if not self._ema_updated:
-                # The first forward may have made buffers that ``ema`` lacks, and update_parameters() pairs the buffers of
-                # the two models by position.
-                add_buffers(self.ema.module, self.model)
-                self._ema_updated = True
+            # A forward pass may have made buffers that ``ema`` lacks, and update_parameters() pairs the buffers of the two
+            # models by position.
+            buffers = [(name, buffer.shape) for name, buffer in self.model.named_buffers()]
+            if buffers != self._matched:
+                match_buffers(self.ema.module, self.model)
+                self._matched = buffers
             self.ema.update_parameters(self.model)
             copy_extra_state(self.ema.module, self.model)
 
@@ -419,6 +421,7 @@ class Trainer:
             RanksDifferError: on every rank, if the ranks' weights differ.
         """
         self._compare_weights()
+        self._matched = None  # the averaged model's forward pass may make buffers
         model, forward = self.evaluated, self._forward
         averaged: AbstractContextManager[None] = nullcontext()
         if self.ema is not None and wraps(forward, self.model):
@@ -516,12 +519,10 @@ class Trainer:
             else:
                 self.ema.load_state_dict(state["ema"])
             # As after each step, use this rank's own buffers, not the buffers of the rank that wrote the file.
-            add_buffers(self.ema.module, self.model)
+            match_buffers(self.ema.module, self.model)
             copy_extra_state(self.ema.module, self.model)
-            own = dict(self.model.named_buffers())
-            for name, average in self.ema.module.named_buffers():
-                if name in own:  # an evaluation may have made buffers that only the averaged model has
-                    average.copy_(own[name])
+            for average, own in zip(self.ema.module.buffers(), self.model.buffers(), strict=True):
+                average.copy_(own)
 
     def save(self, path: str | Path) -> None:
         """Write :meth:`state_dict` to one file, on rank 0. Collective. Raises UserError on every rank if that fails."""

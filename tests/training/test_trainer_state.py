@@ -369,6 +369,63 @@ def test_averaged_weights_include_buffers_that_the_first_forward_pass_creates():
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+class Late(nn.Module):
+    """Its second forward pass makes a buffer, which comes before the others and then grows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", None, persistent=False)
+        self.norm, self.linear, self.passes = nn.BatchNorm1d(4), nn.Linear(4, 3), 0
+
+    def forward(self, x):
+        self.passes += 1
+        if self.passes >= 2:
+            self.cache = torch.full((4, self.passes), 100.0)
+        return self.linear(self.norm(x))
+
+
+def late_buffers(backend) -> None:
+    model = Late()
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, ema=0.9)
+    for number, batches in enumerate([2, 1, 1] if backend.rank == 0 else [0, 2, 1]):
+        trainer.step([batch(number)] * batches, 6)
+        wanted = dict(model.named_buffers())
+        found = dict(trainer.evaluated.named_buffers())
+        assert list(found) == list(wanted)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert "cache" not in trainer.evaluated.state_dict()
+
+
+def test_averaged_weights_include_buffers_that_a_later_forward_pass_creates():
+    run_threads(2, late_buffers)
+
+
+class Masked(nn.Module):
+    """Makes a buffer in evaluations only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", None, persistent=False)
+        self.norm, self.linear = nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        if not self.training and self.mask is None:
+            self.mask = torch.ones(4)
+        return self.linear(self.norm(x) if self.mask is None else self.norm(x) * self.mask)
+
+
+def test_averaged_weights_leave_out_buffers_that_only_an_evaluation_creates():
+    model = Masked()
+    with connect("local") as backend:
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, ema=0.9)
+        for number in range(3):
+            trainer.evaluate([batch(number)])
+            assert trainer.evaluated.mask is not None
+            trainer.step([batch(number)], 6)
+            assert torch.equal(trainer.evaluated.norm.running_mean, model.norm.running_mean)
+            assert torch.equal(trainer.evaluated.norm.running_var, model.norm.running_var)
+
+
 SCRIPTING = threading.Lock()  # in Python 3.11, ast.parse raises SystemError if two threads call it at once
 
 
