@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -124,21 +125,35 @@ def average_buffers(model: torch.nn.Module, backend: Backend) -> None:
     so that all ranks have the same model.
 
     Raises:
-        BackendError: the ranks' buffers have different numbers of elements, a rank failed, or the call timed out.
+        BackendError: the names or shapes of the ranks' buffers differ, a rank failed, or the call timed out.
     """
-    _average_buffers(model, backend)
+    _average_buffers(_common_buffers(model, backend), backend)
 
 
-def _average_buffers(model: torch.nn.Module, backend: Backend, counted: tuple[int, bool] | None = None) -> None:
+def _common_buffers(model: torch.nn.Module, backend: Backend) -> list[tuple[str, torch.Tensor]]:
+    """Return :func:`local_buffers`, sorted by name. Collective.
+
+    Raises:
+        BackendError: on every rank, if the names or shapes differ between the ranks, or a rank's buffers cannot be sent.
+    """
+    try:
+        found = sorted(local_buffers(model), key=itemgetter(0))
+        described = [f"{name} {tuple(dense(buffer).shape)}" for name, buffer in found]
+    except Exception as problem:  # of any type, since the model is the user's
+        backend.refuse("average_buffers", "buffers", problem)
+    cure = "build the same model on every rank; a rank makes the buffers that forward creates only if it has had a batch"
+    agree_on_list(backend, "buffers", described, "average_buffers", cure=cure)
+    return found
+
+
+def _average_buffers(
+    named: list[tuple[str, torch.Tensor]], backend: Backend, counted: tuple[int, bool] | None = None
+) -> None:
     """Average the buffers over all ranks, or over a part of them.
 
     ``counted`` has the number of ranks in this part, and whether this rank is one of them.
     """
-    try:
-        buffers = [dense(b) for _, b in local_buffers(model)]
-    except Exception as problem:  # of any type, since the model is the user's
-        backend.refuse("allreduce", "buffers", problem)
-    for chunk in _chunks(buffers):
+    for chunk in _chunks([dense(buffer) for _, buffer in named]):
         packed = torch.cat([b.reshape(-1).to(torch.float64) for b in chunk])
         if counted is None:
             packed = backend.allreduce_(packed, name="buffers")
@@ -162,14 +177,15 @@ def averaged_buffers(model: torch.nn.Module, backend: Backend, *, trained: bool)
     The average is over the ranks with ``trained=True``, since the other ranks' statistics contain no samples. If there are
     no such ranks, it is over all ranks.
     """
-    own = [(name, buffer, buffer.clone()) for name, buffer in local_buffers(model)]
+    named = _common_buffers(model, backend)
+    own = [(name, buffer, buffer.clone()) for name, buffer in named]
     modules = dict(model.named_modules())  # not get_submodule(), which TorchScript modules do not support
     count = backend.size
     if own:
         flag = torch.tensor([float(trained)], dtype=torch.float64, device="cpu")
         count = int(backend.allreduce(flag, "sum", name="ranks with statistics").item())
     with torch.no_grad():
-        _average_buffers(model, backend, (count, trained) if 0 < count < backend.size else None)
+        _average_buffers(named, backend, (count, trained) if 0 < count < backend.size else None)
     try:
         yield
     finally:

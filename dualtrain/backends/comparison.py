@@ -75,7 +75,14 @@ def _reason(what: str, error: Exception) -> str:
     return f"the {what} cannot be compared between the ranks ({text})"
 
 
-def agree_on_list(backend: Backend, what: str, mine: list[str], kind: str = "comparison of lists") -> None:
+def agree_on_list(
+    backend: Backend,
+    what: str,
+    mine: list[str],
+    kind: str = "comparison of lists",
+    *,
+    cure: str = "build the same model and optimizer on every rank",
+) -> None:
     """Check that every rank has the same list of descriptions. Collective; blocks.
 
     Args:
@@ -83,6 +90,7 @@ def agree_on_list(backend: Backend, what: str, mine: list[str], kind: str = "com
         what: noun for error messages, the same on every rank: ``"parameters"``.
         mine: this rank's descriptions.
         kind: the kind of call, for the error about ranks that make different calls.
+        cure: the end of the message if the lists differ.
 
     Raises:
         BackendError: on every rank, if the lists differ (the message names the first entry in which rank 0 and another rank
@@ -99,8 +107,8 @@ def agree_on_list(backend: Backend, what: str, mine: list[str], kind: str = "com
     different = next(((a, b) for a, b in zip(lists[0], lists[other], strict=False) if a != b), None)
     if different is None:
         difference = f"{first} has {len(lists[0])}, {second} has {len(lists[other])}"
+        shorter, longer = sorted((lists[0], lists[other]), key=len)
+        difference += f", and only one of them has {longer[len(shorter)]}"
     else:
         difference = f"{different[0]} on {first} and {different[1]} on {second}"
-    raise BackendError(
-        f"the ranks do not have the same {what}: {difference}; build the same model and optimizer on every rank"
-    )
+    raise BackendError(f"the ranks do not have the same {what}: {difference}; {cure}")

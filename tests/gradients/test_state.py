@@ -469,6 +469,41 @@ def test_average_buffers_averages_running_statistics_over_ranks(spmd):
     spmd(averages_buffers)
 
 
+def buffers(**values):
+    model = nn.Module()
+    for name, value in values.items():
+        model.register_buffer(name, value)
+    return model
+
+
+def averages_in_another_order(backend):
+    values = {"a": torch.full((2,), float(backend.rank)), "b": torch.full((2,), 10.0)}
+    model = buffers(**(values if backend.rank == 0 else dict(reversed(values.items()))))
+    average_buffers(model, backend)
+    assert model.a.tolist() == [(backend.size - 1) / 2] * 2
+    assert model.b.tolist() == [10.0] * 2
+
+
+def refuses_other_buffers(backend, kind, words):
+    first, other = {
+        "shape": (buffers(a=torch.ones(2, 3)), buffers(a=torch.ones(3, 2))),
+        "name": (buffers(a=torch.ones(2)), buffers(b=torch.ones(2))),
+        "number": (buffers(a=torch.ones(2)), buffers()),
+    }[kind]
+    with pytest.raises(BackendError, match=words):
+        average_buffers(other if backend.rank else first, backend)
+
+
+def test_buffers_are_averaged_by_name_and_refused_if_names_or_shapes_differ(many):
+    many(averages_in_another_order)
+    cases = [
+        ("shape", r"a \(2, 3\) on rank 0 and a \(3, 2\) on rank 1"),
+        ("name", r"a \(2,\) on rank 0 and b \(2,\) on rank 1"),
+        ("number", r"rank 0 has 1, rank 1 has 0, and only one of them has a \(2,\)"),
+    ]
+    many.each(refuses_other_buffers, cases)
+
+
 # -- the hash -----------------------------------------------------------------------------------------------------
 
 

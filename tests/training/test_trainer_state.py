@@ -15,7 +15,7 @@ from dualtrain import Trainer, UserError, connect
 from dualtrain.batchnorm import synchronize_norms
 from dualtrain.data.memory import TensorSource
 from dualtrain.data.sources import Task
-from dualtrain.errors import RanksDifferError
+from dualtrain.errors import BackendError, RanksDifferError
 from dualtrain.training.assemble import try_out
 from tests.threads import run_threads
 
@@ -398,6 +398,18 @@ def late_buffers(backend) -> None:
 
 def test_averaged_weights_include_buffers_that_a_later_forward_pass_creates():
     run_threads(2, late_buffers)
+
+
+def evaluates_without_a_buffer(backend) -> None:
+    model = Cached()
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
+    trainer.step([batch()] if backend.rank == 0 else [], 6)
+    with pytest.raises(BackendError, match=r"the ranks do not have the same buffers: cache \(3,\) on rank 0 and norm\.r"):
+        trainer.evaluate([batch()])
+
+
+def test_an_evaluation_is_refused_if_only_some_ranks_have_made_a_buffer():
+    run_threads(2, evaluates_without_a_buffer)
 
 
 class Masked(nn.Module):
