@@ -9,8 +9,20 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from dualtrain.errors import UserError
 from dualtrain.gradients.shard_sums import copy_all
 from dualtrain.trainer.rank_state import with_extra_state
+
+
+def check_parameters(average: nn.Module, model: nn.Module) -> None:
+    """Raise UserError if ``average``, an older copy of ``model``, has parameters of other names or shapes."""
+    own, wanted = ([(name, p.shape) for name, p in each.named_parameters()] for each in (average, model))
+    if own != wanted:
+        name = next((name for name, shape in wanted if (name, shape) not in own), own[-1][0])
+        raise UserError(
+            f"the model's parameters have changed since the trainer was made ({name!r}), and ema averages the old ones: "
+            "make a new trainer of the changed model"
+        )
 
 
 def match_buffers(average: nn.Module, model: nn.Module) -> None:

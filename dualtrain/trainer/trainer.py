@@ -30,7 +30,7 @@ from dualtrain.optimizer import DistributedOptimizer
 from dualtrain.run_folder import checkpoint
 from dualtrain.state import broadcast_parameters, load_optimizer_state
 from dualtrain.trainer.arguments import check_arguments, check_functions, check_options, check_schedule, stateful
-from dualtrain.trainer.averaged_weights import copy_extra_state, match_buffers, parameters_of, wraps
+from dualtrain.trainer.averaged_weights import check_parameters, copy_extra_state, match_buffers, parameters_of, wraps
 from dualtrain.trainer.modes import evaluation_mode, training_mode
 from dualtrain.trainer.objective import (
     NAMES,
@@ -240,7 +240,13 @@ class Trainer:
         return step
 
     def _compare_weights(self, **values: float) -> None:
-        """Raise RanksDifferError if the weights or ``values`` are not the same on all ranks. Collective."""
+        """Raise RanksDifferError if the weights or ``values`` are not the same on all ranks. Collective.
+
+        Raises:
+            UserError: the model has other parameters than its average.
+        """
+        if self.ema is not None:
+            check_parameters(self.ema.module, self.model)
         if not self._closed:  # otherwise the model may be trained by other means
             compare_weights(self.backend, self.model, self.optimizer.param_groups, values)
 
@@ -418,7 +424,9 @@ class Trainer:
 
         Raises:
             TypeError: a batch is not (inputs, targets).
+            UserError: with ``ema``, the names or shapes of the model's parameters have changed.
             RanksDifferError: on every rank, if the ranks' weights differ.
+            BackendError: the ranks' buffers differ in names or shapes, a rank failed, or the timeout passed.
         """
         self._compare_weights()
         self._matched = None  # the averaged model's forward pass may make buffers

@@ -438,6 +438,16 @@ def test_averaged_weights_leave_out_buffers_that_only_an_evaluation_creates():
             assert torch.equal(trainer.evaluated.norm.running_var, model.norm.running_var)
 
 
+def test_averaged_weights_are_refused_after_a_change_of_the_models_layers():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with connect("local") as backend:
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, ema=0.9)
+        trainer.step([batch()], 6)
+        model.insert(0, nn.Linear(4, 4))
+        with pytest.raises(UserError, match=r"parameters have changed since the trainer was made .'2\.weight"):
+            trainer.evaluate([batch()])
+
+
 SCRIPTING = threading.Lock()  # in Python 3.11, ast.parse raises SystemError if two threads call it at once
 
 
