@@ -433,7 +433,9 @@ def test_quantized_and_nested_tensors_are_refused():
         parts = [torch.ones(1), torch.ones(2)]
         nested = [torch.nested.nested_tensor(parts, layout=layout) for layout in (torch.strided, torch.jagged)]
     refused = [(quantized, r"a quantized tensor cannot be sent: convert it with dequantize\(\)")]
-    refused += [(each, r"a nested tensor cannot be sent: convert it with torch\.nested\.to_padded_tensor\(\)") for each in nested]
+    refused += [
+        (each, r"a nested tensor cannot be sent: convert it with torch\.nested\.to_padded_tensor\(\)") for each in nested
+    ]
     with connect("local") as backend:
         for tensor, message in refused:
             for call in (backend.allreduce, backend.broadcast, backend.broadcast_, backend.allgather, backend.alltoall):
