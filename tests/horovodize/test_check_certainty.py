@@ -583,7 +583,12 @@ CASES = [
             "    if stopper.stop:\n        break",
         )
         for call in ("", ".step")
-        for other in (f"stopper{call}(0)", "share(stopper)", "stopper.stop = hvd.broadcast_object(stopper.stop)")
+        for other in (
+            f"stopper{call}(0)",
+            "share(stopper)",
+            "stopper.stop = hvd.broadcast_object(stopper.stop)",
+            "stopper.stop = hvd.allreduce(torch.tensor(float(stopper.stop))) > 0",
+        )
     ),
     (
         "loop_by_value_of_some_ranks",  # an attribute that only rank 0 sets

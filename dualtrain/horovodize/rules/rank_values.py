@@ -123,6 +123,8 @@ def _is_changed_by_calls(source: Source, name: ast.Name | ast.Attribute) -> bool
     """
     if not isinstance(name, ast.Attribute) or not isinstance(name.value, ast.Name) or may_send(source):
         return False
+    if ast.unparse(name) in source.values:
+        return False  # perhaps all ranks set it to a common value
     guards, owner = Guards.of(source), name.value
     made = [(value, at) for target, value, at in source.assignments if target == owner.id]
     if len(made) != 1 or not isinstance(made[0][0], ast.Call) or guards.looks_like_one_rank(made[0][1]):
