@@ -662,6 +662,28 @@ def test_a_rule_has_a_finding_only_where_the_source_shows_the_mistake(rule, cert
     assert list(BY_NAME[rule](source(unknown))) == []
 
 
+@pytest.mark.parametrize(
+    ("line", "count"),
+    [
+        ("torch.cuda.synchronize()", 1),
+        ("hvd.synchronize(hvd.allreduce_async_(x))", 1),
+        ("optimizer.synchronize()\nwith optimizer.skip_synchronize():\n    optimizer.step()", 1),
+        ("def step(self):\n    self.opt_g.synchronize()", 1),
+        ("state.synchronize()", 0),
+        ("from lib import synchronize\nsynchronize(model)", 0),
+        ("stop = list(map(comm.synchronize, stops))", 0),
+    ],
+)
+def test_synchronized_gradients_and_devices_do_not_hide_values_that_only_some_ranks_have(line, count):
+    wrap = f"import torch\n{WRAP}"
+    load = f"{wrap}if hvd.rank() == 0:\n    model.load_state_dict(x)\nloss.backward()\n"
+    rate = f"{wrap}for e in r:\n    train(e)\n    if hvd.rank() == 0:\n        optimizer.param_groups[0]['lr'] *= 0.1\n"
+    stop = f"import torch\n{STOPPER}    if hvd.rank() == 0:\n        stopper(loss)\n    if stopper.stop:\n        break\n"
+    scripts = {"loaded_on_some_ranks": load, "rate_on_some_ranks": rate, "loop_by_value_of_some_ranks": stop}
+    for rule, text in scripts.items():
+        assert len(list(BY_NAME[rule](source(text + line)))) == count, rule
+
+
 def test_a_seed_in_another_file_prevents_the_finding_on_random_splits(tmp_path):
     one, other = tmp_path / "one.py", tmp_path / "other.py"
     one.write_text(f"import torch, horovod.torch as hvd\n{WRAP}a, b = torch.utils.data.random_split(d, [1, 2])\n")
@@ -721,6 +743,9 @@ def test_only_the_first_of_consecutive_calls_that_raise_has_a_finding():
         ("total = hvd.allreduce(total)\ndef test():\n    pass\nif hvd.rank() == 0:\n    test()\n", "nothing combines"),
         ("total = hvd.allreduce(total)\n", "evaluated twice"),
         ("total = mean_over_ranks(total)\n", "evaluated twice"),
+        ("import torch\ntorch.cuda.synchronize()\noptimizer.synchronize()\n", "nothing combines"),
+        ("with optimizer.skip_synchronize():\n    optimizer.step()\n", "nothing combines"),
+        ("meter.synchronize()\n", "evaluated twice"),
         ("from lib import Metric\nloss = Metric('loss')\n", "evaluated twice"),
         ("from lib import evaluate\nevaluate(model, test_loader)\n", "evaluated twice"),
     ],

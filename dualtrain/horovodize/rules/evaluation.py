@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.nodes import arms, calls_in, is_bool, keyword, last_name
 from dualtrain.horovodize.rules.discarded import is_barrier
+from dualtrain.horovodize.rules.ranks import only_waits
 from dualtrain.horovodize.rules.uses import is_distributed_sampler, is_read, leaves_program, loader_around
 from dualtrain.horovodize.source import Finding, Scope, Source
 
@@ -78,6 +79,8 @@ def _combines(source: Source, call: ast.Call) -> bool:
             return False  # nothing can read hvd.allreduce_(torch.zeros(1))
         return source.hvd(call.func).startswith(("allreduce", "allgather", "grouped_all", "alltoall", "reducescatter"))
     called = last_name(call.func)
+    if called == "skip_synchronize" or (called == "synchronize" and only_waits(source, call)):
+        return False
     if called[:1].isupper():
         # AverageMeter does not combine results. A class such as Metric in Horovod's examples does. If no file of the
         # program defines the class, assume from its name that it combines results.

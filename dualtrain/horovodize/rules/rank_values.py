@@ -9,20 +9,24 @@ from collections.abc import Iterator
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.nodes import is_stored, last_name
 from dualtrain.horovodize.order import called, calls_of, nodes_after
-from dualtrain.horovodize.rules.ranks import Collectives, may_leave
+from dualtrain.horovodize.rules.ranks import Collectives, may_leave, only_waits
 from dualtrain.horovodize.source import Finding, Scope, Source
 
 #: Code that may send a value from one rank to the others, besides broadcast_parameters and broadcast_optimizer_state.
-_SENDS = re.compile(r"broadcast(?!_optimizer_state|_parameters\b)|bcast|sync|gather|elastic")
-
+#: ``may_send`` looks at calls of ``synchronize``.
+_SENDS = re.compile(r"broadcast(?!_optimizer_state|_parameters\b)|bcast|(?<!reduce_a)sync(?!hronize\()|gather|elastic")
 
 #: Functions and methods that don't send an argument to other ranks. ``get`` is for ``checkpoint.get("start_epoch")``.
 _READERS = ("format", "get", "info", "print", "range")
 
 
 def may_send(source: Source) -> bool:
-    """Return whether the program may send values between ranks by a call that ``_SENDS`` matches."""
-    return any(_SENDS.search(file.code) for file in source.files)
+    """Return whether the program may send values between ranks, by code that ``_SENDS`` matches or by ``synchronize()``."""
+    for file in source.files:
+        calls = (call for call in file.calls if last_name(call.func) == "synchronize")
+        if _SENDS.search(file.code) or not all(only_waits(file, call) for call in calls):
+            return True
+    return False
 
 
 def loop_by_value_of_some_ranks(source: Source) -> Iterator[Finding]:

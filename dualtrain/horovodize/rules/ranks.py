@@ -113,6 +113,17 @@ def sends_rate(source: Source) -> bool:
     return rates or sum(last_name(call.func) == "broadcast_optimizer_state" for call in sends) > 1
 
 
+def only_waits(source: Source, call: ast.Call) -> bool:
+    """Return whether ``call``, of any ``synchronize``, is for a handle, a wrapped optimizer or a device.
+
+    Such calls send nothing but gradients; what a handle stands for was sent by an earlier call.
+    """
+    if name := source.name(call.func):
+        return name.startswith("torch.") or source.hvd(call.func) == "synchronize"
+    owner = last_name(call.func.value) if isinstance(call.func, ast.Attribute) else ""
+    return owner in source.wrapped or "opt" in owner.lower()
+
+
 def _comparison(found: _Unmatched) -> str:
     """Return the part of the condition that compares the rank; its other parts may hold on all ranks."""
     return found.where[1][1].partition(" and ")[0]
