@@ -14,13 +14,8 @@ from dualtrain.errors import UserError
 from dualtrain.horovodize.script_file import parse_scripts
 from dualtrain.horovodize.source import Source
 
-#: Imports of horovod or dualtrain.hvd, also after ``try:`` or other modules on the same line, and in parentheses.
-_IMPORTS = re.compile(
-    rb"^([^#\n]*[:;])?[ \t]*(from[ \t]+|import[ \t]++([\w. \t]++,)*[ \t]*)(horovod|dualtrain\.hvd)\b|"
-    rb"\bfrom[ \t]+dualtrain[ \t]+import\b([^#\n]*|[ \t]*\([^()]*)\bhvd\b|"
-    rb"import_module\([\"'](horovod\.torch|dualtrain\.hvd)\b",
-    re.MULTILINE,
-)
+#: Text of the lines that may import Horovod or a module that replaces it. ``uses_horovod`` decides.
+_IMPORTS = re.compile(rb"\b(import|from)\b[^#\r\n]{0,200}\b(horovod|dualtrain)\b|import_module\([\"'](horovod|dualtrain)\.")
 _LEFT_OUT = {"__pycache__", "node_modules", "site-packages"}
 _QUIET = 5.0
 
@@ -30,7 +25,7 @@ class Found(NamedTuple):
 
     Attributes:
         sources: the files to check, by name.
-        without: the number of files in the folders that import neither horovod nor ``dualtrain.hvd``.
+        without: the number of files in the folders that import neither horovod nor its replacement.
         unreadable: names of files and folders that cannot be read or parsed.
     """
 
@@ -40,7 +35,7 @@ class Found(NamedTuple):
 
 
 def find_sources(names: Sequence[str]) -> Found:
-    """Parse the named files as one program, and each Horovod script (see ``_IMPORTS``) of the named folders on its own.
+    """Parse the named files as one program, and each Horovod script of the named folders on its own.
 
     A file that is in several of the folders, or is also named itself, is read once.
 
@@ -60,8 +55,9 @@ def find_sources(names: Sequence[str]) -> Found:
         try:
             with open(name, "rb") as file:
                 uses = _IMPORTS.search(file.read())
-            if uses:
-                sources[name] = parse_scripts([name])[name][1]
+            source = parse_scripts([name])[name][1] if uses else None
+            if source is not None and source.uses_horovod:
+                sources[name] = source
             else:
                 without += 1
         except (OSError, UserError):

@@ -2079,7 +2079,9 @@ def test_checking_a_folder_reads_only_its_files_that_import_horovod(tmp_path, ca
         "from dualtrain import hvd",
         "from dualtrain import hvd as torch",
         "from dualtrain import (\n    UserError,  # an error\n    hvd,\n)",
+        "import os; import dualtrain.hvd as hvd",
         "try: import horovod.torch as hvd\nexcept ImportError: hvd = None",
+        "import os\rimport horovod.torch as hvd\r",
     ],
 )
 def test_checking_a_folder_reads_files_with_any_form_of_the_import(tmp_path, capsys, line):
