@@ -86,7 +86,8 @@ def _edits(source: Source, node: _Import) -> Iterator[Edit]:
         target = home(alias.name)
         if alias.name.partition(".")[0] != "horovod":
             continue
-        if target is None or (alias.asname is None and _uses_package(source)):
+        as_written = source.layout.segment(alias).startswith(alias.name)  # not so in ``horovod . torch``
+        if target is None or not as_written or (alias.asname is None and _uses_package(source)):
             return
         end = source.layout.start(alias) + len(alias.name)
         replaced.append(Edit(source.layout.start(alias), end, target))

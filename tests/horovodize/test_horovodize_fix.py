@@ -203,6 +203,8 @@ IMPORTS = [
         "import dualtrain.hvd as hvd\nfrom dualtrain.spark import run\nfrom dualtrain.ray import RayExecutor",
     ),
     ("import horovod.torch\nhorovod.torch.rank()", None),
+    ("import horovod . torch as hvd", None),
+    ("import horovod \\\n  .torch as hvd", None),
     ("import horovod.torch as hvd\nimport ignite.metrics", None),
     (
         "hvd = importlib.import_module('horovod.torch')\nself.hvd = import_module(\"horovod.torch\")",
