@@ -11,7 +11,7 @@ from dualtrain.horovodize.nodes import argument_at, last_name
 from dualtrain.horovodize.source import Function, Scope, Source
 
 #: Libraries by which one process, the driver, runs a function on all ranks.
-_STARTS_RANKS = re.compile(r"horovod\.(run|spark|ray)\b|(pyspark|sparkdl|ray|dask)(\.|$)")
+_STARTS_RANKS = re.compile(r"(horovod|dualtrain)\.(run|spark|ray)\b|(pyspark|sparkdl|ray|dask)(\.|$)")
 
 #: Functions that a launcher may call on all ranks, if the script does not call them.
 ENTRY_POINTS = ("main", "train", "run", "train_fn", "main_worker", "train_func", "train_hvd", "train_loop_per_worker")

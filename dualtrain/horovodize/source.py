@@ -208,9 +208,9 @@ class Source:
 
     @cached_property
     def uses_horovod(self) -> bool:
-        """Return whether the script imports anything from horovod or dualtrain.hvd."""
+        """Return whether the script imports anything from horovod, or from a module of dualtrain that replaces it."""
         names = (*self.imported_names, *self._stored_modules.values())
-        return any(name.startswith(("horovod", "dualtrain.hvd")) for name in names)
+        return any(re.match(r"horovod|dualtrain\.(hvd|ray|spark)\b", name) for name in names)
 
     @cached_property
     def assignments(self) -> list[tuple[str, ast.expr, ast.stmt]]:

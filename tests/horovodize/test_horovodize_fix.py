@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dualtrain.horovodize.__main__ import main
+from dualtrain.horovodize.check import findings
 from dualtrain.horovodize.edits import Layout
 from dualtrain.horovodize.fix import repair
 from dualtrain.horovodize.source import Source
@@ -238,6 +239,21 @@ def test_the_findings_on_imports_say_how_the_script_is_started(imports, words):
     found = [one.message for one in (*result.fixed, *result.left) if "import" in one.message and "script" in one.message]
     assert found
     assert all(words in message for message in found)
+
+
+def test_a_change_of_the_imports_changes_no_other_finding():
+    driver = (
+        "import horovod.torch as hvd\nfrom horovod.ray import RayExecutor\ndef train(rate):\n    hvd.init()\n"
+        "    base = torch.optim.SGD(model.parameters(), lr=rate)\n    hvd.DistributedOptimizer(base)\n"
+        "rate = 0.1 * workers.size()\nRayExecutor(settings, min_workers=2).run(train, [rate])\n"
+    )
+    for text in (driver, "from horovod.ray import RayExecutor\nRayExecutor(settings, max_workers=4)\n"):
+        source = Source(text)
+        before = [finding for finding in findings(source) if not finding.edits]
+        result = repair(source)
+        assert "from dualtrain.ray import RayExecutor" in result.source.text
+        assert result.left == before
+        assert [finding.level for finding in before].count("unsupported") == 1
 
 
 SCRIPT = f"""#!/usr/bin/env python

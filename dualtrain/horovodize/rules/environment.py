@@ -255,7 +255,7 @@ def runner_of_databricks(source: Source) -> Iterator[Finding]:
 def elastic_ray(source: Source) -> Iterator[Finding]:
     """Arguments of RayExecutor that make it elastic."""
     for call in source.calls:
-        if source.name(call.func) not in ("horovod.ray.RayExecutor", "horovod.ray.runner.RayExecutor"):
+        if not re.fullmatch(r"(horovod|dualtrain)\.ray\.((runner|executor)\.)?RayExecutor", source.name(call.func)):
             continue
         elastic = [word.arg for word in call.keywords if word.arg in RAY_ELASTIC and not _is_accepted(word)]
         if elastic:

@@ -50,7 +50,7 @@ def same_gpu(source: Source) -> Iterator[Finding]:
     """Ranks that all use the default GPU, or all use ``cuda:0``; at most one finding."""
     if not source.wraps or not source.hvd_calls("init"):
         return
-    if any(re.match(r"(ray|horovod\.ray)(\.|$)", name) for name in source.imported_names):
+    if any(re.match(r"(ray|(horovod|dualtrain)\.ray)(\.|$)", name) for name in source.imported_names):
         return  # Ray may make only one GPU visible to each rank
     guards = Guards.of(source)
     placed = any(_PLACED.search(file.code) for file in source.files)
