@@ -19,6 +19,10 @@ from dualtrain.horovodize.script_file import parse_scripts
 from dualtrain.horovodize.source import Source
 from tests.pool import ROOT
 
+NAMED = (
+    "from torch.optim import lr_scheduler\ndef falls(epoch):\n    return 0.1 ** (epoch // 30)\n"
+    "def rises(epoch):\n    if epoch < 5:\n        return (epoch + 1) / 5\n    return 1\n"
+)
 WRAP = "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())\n"
 DICTS = (
     "parts = ['train', 'val']\n"
@@ -1284,6 +1288,19 @@ CASES = [
         "    x.backward()\noptimizer.step()",
         f"from apex import amp\n{WRAP}with amp.scale_loss(loss, [optimizer], delay_unscale=late) as x:\n    x.backward()\n"
         "optimizer.step()",
+    ),
+    *(
+        (
+            "rate_times_size",  # no finding if the schedule starts with a lower rate, or may do so
+            f"o = torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE\n{NAMED}s = lr_scheduler.{falls}",
+            f"o = torch.optim.SGD(p, lr=0.1 * hvd.size())\n{NAMED}s = lr_scheduler.{rises}",
+        )
+        for falls, rises in (
+            ("LinearLR(o, 1.0, 0.1)", "LinearLR(o)"),
+            ("ConstantLR(o, factor=1)", "ConstantLR(o, factor=0.1)"),
+            ("LambdaLR(o, lambda epoch: 0.95**epoch)", "LambdaLR(o, lambda epoch: min(1, (epoch + 1) / 5))"),
+            ("LambdaLR(o, lr_lambda=falls)", "LambdaLR(o, lr_lambda=rises)"),
+        )
     ),
     (
         "rate_times_size",  # no finding if the script warms up the rate

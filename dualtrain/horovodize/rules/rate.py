@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import given_values, keyword, last_name, names_of_target
+from dualtrain.horovodize.nodes import argument_at, given_values, keyword, last_name, names_of_target
 from dualtrain.horovodize.source import Finding, Function, Scope, Source
 
 _SIZES = ("size", "local_size", "cross_size")
@@ -62,9 +62,12 @@ def _warms_up(source: Source) -> bool:
     """Return whether the name of a called function, an argument or a variable says that the rate warms up.
 
     These do not count: a warm-up of zero steps, options that are only declared, and torch's CosineAnnealingWarmRestarts.
+    Some of torch's schedules start with a lower rate, too.
     """
     for node in source.nodes:
         if isinstance(node, ast.Call):
+            if _starts_lower(source, node):
+                return True
             words = [word for word in node.keywords if word.arg and _WARM_UP.search(word.arg)]
             steps = [word.value for word in words if not (isinstance(word.value, ast.Constant) and not word.value.value)]
             names = [node.func, *(node.args if last_name(node.func) not in ("print", "range") else ())]
@@ -76,6 +79,23 @@ def _warms_up(source: Source) -> bool:
             if any(_WARM_UP.search(last_name(part)) for part in parts) and not _is_of_measurement(source, node):
                 return True
     return any(_WARM_UP.search(target) for target, value, _ in source.assignments if isinstance(value, ast.Call))
+
+
+def _starts_lower(source: Source, call: ast.Call) -> bool:
+    """Return whether ``call`` makes a schedule of torch that starts with a lower rate, or may do so.
+
+    LinearLR and ConstantLR do, unless their first factor is 1. The function of a LambdaLR may do so if it treats some
+    epochs differently, as in ``lambda epoch: min(1, epoch / 5)``.
+    """
+    kind = source.name(call.func).removeprefix("torch.optim.lr_scheduler.")
+    if kind in ("LinearLR", "ConstantLR"):
+        first = argument_at(call, 1, "start_factor" if kind == "LinearLR" else "factor")
+        return not (isinstance(first, ast.Constant) and first.value == 1)
+    given = argument_at(call, 1, "lr_lambda") if kind == "LambdaLR" else None
+    function = source.functions.get(given.id, given) if isinstance(given, ast.Name) else given
+    if not isinstance(function, ast.Lambda | Function):
+        return False
+    return any(isinstance(part, ast.Compare) or last_name(part) == "min" for part in ast.walk(function))
 
 
 def _is_adjusted_elsewhere(source: Source) -> bool:
