@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from dualtrain.horovodize.gradient_changes import changing_functions, is_change
+from dualtrain.horovodize.gradient_changes import changing_functions, is_change, is_update
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.nodes import calls_in, last_name
 from dualtrain.horovodize.source import Source
 
-Kind = Literal["backward", "change", "clip", "scaled step", "step", "synchronize", "unscale", "zero_grad"]
+Kind = Literal["backward", "change", "clip", "scaled step", "step", "synchronize", "unscale", "update", "zero_grad"]
 _CLIPS = {"clip_grad_norm", "clip_grad_norm_", "clip_grad_value_"}
 STEPS = ("step", "scaled step")
 
@@ -20,7 +20,7 @@ STEPS = ("step", "scaled step")
 class Event(NamedTuple):
     """A call in a training step, and the name and expression of the wrapped optimizer that it uses, if there is one.
 
-    An event of the kind "change" may also be an assignment to a gradient.
+    An event of the kind "change" or "update" may also be an assignment to a gradient or a parameter.
     """
 
     kind: Kind
@@ -36,6 +36,7 @@ def steps(source: Source) -> Iterator[list[Event]]:
         found = [event for node in nodes if isinstance(node, ast.Call) and (event := _event(source, node, passes))]
         changed = (node for node in nodes if is_change(source, node) or _is_call_of(node, changes))
         found += [Event("change", node) for node in changed]  # type: ignore[arg-type]  # the node may be an assignment
+        found += [Event("update", node) for node in nodes if is_update(source, node)]  # type: ignore[arg-type]
         events = [event for event in found if not guards.is_without_horovod(event.node)]
         # Sort by the end of a call: `scaler.scale(loss).backward()` calls backward last.
         yield sorted(events, key=lambda event: (event.node.end_lineno or 0, event.node.end_col_offset or 0))

@@ -1,4 +1,4 @@
-"""Changes of parameters' gradients that a script makes itself, such as ``p.grad.clamp_(-1, 1)``."""
+"""Changes of gradients, and of parameters by their gradients, that a script makes itself: ``p.grad.clamp_(-1, 1)``."""
 
 from __future__ import annotations
 
@@ -32,6 +32,27 @@ def is_change(source: Source, node: ast.AST) -> bool:
     else:
         changes = False
     return changes and not _may_average(node)
+
+
+def is_update(source: Source, node: ast.AST) -> bool:
+    """Return whether ``node`` changes a parameter by its own gradient, as in ``p.data.add_(p.grad, alpha=-0.1)``.
+
+    ``node`` may be a call of a method, an augmented assignment, or an assignment to ``p.data``. It must call no function
+    that may average gradients.
+    """
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS:
+        target, used = node.func.value, [*node.args, *(word.value for word in node.keywords)]
+    elif isinstance(node, ast.AugAssign):
+        target, used = node.target, [node.value]
+    elif isinstance(node, ast.Assign) and last_name(node.targets[0]) == "data":
+        target, used = node.targets[0], [node.value]
+    else:
+        return False
+    if isinstance(target, ast.Attribute) and target.attr == "data":
+        target = target.value
+    gradients = (part for value in used for part in ast.walk(value) if isinstance(part, ast.Attribute))
+    own = any(ast.unparse(part) == f"{ast.unparse(target)}.grad" and _is_gradient(source, part) for part in gradients)
+    return own and not _may_average(node)
 
 
 def changing_functions(source: Source) -> set[str]:

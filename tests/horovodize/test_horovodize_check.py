@@ -19,6 +19,11 @@ from dualtrain.horovodize.script_file import parse_scripts
 from dualtrain.horovodize.source import Source
 from tests.pool import ROOT
 
+BOTH = (
+    "import torch\nmodel, mine = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)\n"
+    "base = torch.optim.SGD(model.parameters(), 1)\noptimizer = hvd.DistributedOptimizer(base, model.named_parameters())\n"
+    "(model(x) + mine(x)).backward()\n"
+)
 NAMED = (
     "from torch.optim import lr_scheduler\ndef falls(epoch):\n    return 0.1 ** (epoch // 30)\n"
     "def rises(epoch):\n    if epoch < 5:\n        return (epoch + 1) / 5\n    return 1\n"
@@ -1288,6 +1293,30 @@ CASES = [
         "    x.backward()\noptimizer.step()",
         f"from apex import amp\n{WRAP}with amp.scale_loss(loss, [optimizer], delay_unscale=late) as x:\n    x.backward()\n"
         "optimizer.step()",
+    ),
+    *(
+        (
+            "clip_before_synchronize",  # no finding for a new backward pass, or an update that needs no gradient
+            f"{WRAP}for x in data:\n    loss.backward()\n    for p in model.parameters():\n        {update}  # HERE\n"
+            "    optimizer.step()",
+            f"{WRAP}for x in data:\n    loss.backward()\n    for p in model.parameters():\n        {other}\n"
+            f"{more}    optimizer.step()",
+        )
+        for update, other, more in (
+            ("p.data.add_(p.grad, alpha=-0.1)", "p.data.add_(p.data, alpha=-0.1)", ""),
+            ("p.data -= rate * p.grad.data", "p.data -= rate * p.grad.data", "    loss.backward()\n"),
+            ("p.sub_(rate * p.grad)", "total += p.grad.norm()", ""),
+            ("p.data = p - rate * p.grad", "p.data = p - rate * p.data", ""),
+            ("p.data.add_(other=-0.1 * p.grad)", "p.data.add_(hvd.allreduce(p.grad))", ""),
+        )
+    ),
+    *(
+        (
+            "clip_before_synchronize",  # no finding for a model that only this rank has
+            f"{BOTH}for p in model.parameters():\n    {line}  # HERE\noptimizer.step()",
+            f"{BOTH}for p in mine.parameters():\n    {line}\noptimizer.step()",
+        )
+        for line in ("p.data.add_(p.grad, alpha=-0.1)", "p.grad.mul_(2)")
     ),
     *(
         (

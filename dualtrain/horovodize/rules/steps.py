@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dualtrain.horovodize.averaging import averages_in_step, averaging_functions, has_gradient_hooks, is_collective
 from dualtrain.horovodize.events import STEPS, Event, has, since_backward, skips, steps, until_backward
 from dualtrain.horovodize.nodes import argument_at, calls_in, given_values, keyword, last_name
+from dualtrain.horovodize.rules.losses import models_of_optimizer
+from dualtrain.horovodize.rules.sent_models import are_related, is_new_model, owner_of
 from dualtrain.horovodize.rules.step_repairs import skip_around, synchronize_before, synchronize_outside
 from dualtrain.horovodize.source import Finding, Scope, Source
 
@@ -16,15 +18,15 @@ _CURE = "call optimizer.synchronize() after backward, and step inside `with opti
 
 
 def clip_before_synchronize(source: Source) -> Iterator[Finding]:
-    """Gradients are clipped, or changed in another way, before they are averaged."""
+    """Gradients are clipped, changed, or added to parameters before they are averaged."""
     for events in steps(source):
         for number, event in enumerate(events):
             before = since_backward(source, events, number)
-            if event.kind not in ("clip", "change") or has(before, "synchronize") or has(before, "unscale"):
+            if event.kind not in ("clip", "change", "update") or has(before, "synchronize") or has(before, "unscale"):
                 continue  # scaler_before_synchronize reports the line with unscale_
             if _may_be_synchronized(source, events, number) or _is_of_another_optimizer(source, event):
                 continue
-            if _is_for_one_process(source, events, event):
+            if _is_for_one_process(source, events, event) or _is_of_unwrapped_model(source, event):
                 continue
             later = [one for one in until_backward(events, number) if not source.exclusive(event.node, one.node)]
             if any(one.kind in STEPS for one in later) and not _may_be_averaged(source, events, number):
@@ -36,6 +38,8 @@ def _early(event: Event) -> str:
     """Return the mistake of an event that comes before the gradients are averaged."""
     if event.kind == "change":
         return "gradients are changed before they are averaged: the change may be lost, because param.grad is overwritten"
+    if event.kind == "update":
+        return "parameters are changed by gradients before these are averaged, so that weights differ between ranks"
     own = "values" if last_name(event.node.func) == "clip_grad_value_" else "norm"
     return f"gradients are clipped before they are averaged: each rank clips by its own {own}"
 
@@ -178,6 +182,19 @@ def _is_of_another_optimizer(source: Source, clip: Event) -> bool:
     return False
 
 
+def _is_of_unwrapped_model(source: Source, event: Event) -> bool:
+    """Return whether ``event`` is in a loop over the parameters of a model that certainly no wrapped optimizer has."""
+    known = [models_of_optimizer(source, wrap) for _, wrap in source.wraps]
+    here = (source.tree, source.scope(event.node))
+    if event.kind == "clip" or not all(known) or any(source.scope(wrap) not in here for _, wrap in source.wraps):
+        return False
+    for loop in source.around(event.node, ast.For):
+        owner = owner_of(loop.iter, "parameters", "named_parameters")
+        if owner is not None and is_new_model(source, owner):
+            return not any(are_related(source, ast.unparse(owner), model) for models in known for model in models)
+    return False
+
+
 def second_reduction(source: Source) -> Iterator[Finding]:
     """After synchronize(), a step outside skip_synchronize() reduces the gradients again."""
     for events in steps(source):
@@ -199,7 +216,7 @@ def skipped_reduction(source: Source) -> Iterator[Finding]:
             if event.kind != "step" or before is None or not skips(source, event) or has(before, "synchronize"):
                 continue
             # clip_before_synchronize reports a clip or a change.
-            early = any(one.kind in ("clip", "change", *STEPS) for one in before)
+            early = any(one.kind in ("clip", "change", "update", *STEPS) for one in before)
             averaged = _may_be_synchronized(source, events, number) or _may_be_averaged(source, events, number)
             if not early and not averaged and not _may_synchronize_elsewhere(source, event):
                 message = (
