@@ -129,6 +129,10 @@ class GradientReducer:
         self._turns = turns(backend)
         self._number = self._turns.enter(self)
 
+    def _leave(self) -> None:
+        if not self.closed:  # afterwards, another reducer may have this number
+            self._turns.leave(self._number)
+
     @property
     def cargo(self) -> torch.Tensor:
         """The former name of :attr:`extra`; deprecated."""
@@ -164,8 +168,8 @@ class GradientReducer:
 
     def close(self) -> None:
         """Remove the hooks, so that later backward passes average nothing. Call it on every rank. May be repeated."""
+        self._leave()
         self.closed = True
-        self._turns.leave(self._number)
         self.hooks.remove()
 
     @contextmanager
@@ -343,7 +347,7 @@ class GradientReducer:
 
         Every rank must make these calls of several reducers in the same order.
         """
-        self._turns.leave(self._number)
+        self._leave()
         self._enter(backend)
         if self.closed:
             self._turns.leave(self._number)

@@ -62,7 +62,7 @@ class Turns:
         return number
 
     def leave(self, number: int) -> None:
-        """Remove a closed reducer, on every rank; may be repeated. :meth:`due` removes garbage-collected ones."""
+        """Remove a closed reducer, once, on every rank. :meth:`due` removes garbage-collected ones."""
         self._members.pop(number, None)
 
     def may_send(self, number: int) -> bool:

@@ -251,6 +251,26 @@ def test_any_number_of_optimizers_may_be_made_and_closed_in_turn():
     assert len(set(run_threads(2, made_and_closed))) == 1
 
 
+def closed_again(backend):
+    """Close an optimizer again after a new one has got its number. The ranks reach the open ones in different orders."""
+    models = two_models()
+    closed, kept = wrapped(nn.Linear(6, 3), backend), wrapped(models[0], backend)
+    closed.close()
+    other = wrapped(models[1], backend)
+    closed.close()
+    for step in range(2):
+        x = torch.ones(2, 6) * (backend.rank + step)
+        sum(model(x).square().mean() for model in models[:: 1 if backend.rank == 0 else -1]).backward()
+        for optimizer in (kept, other):
+            optimizer.step()
+            optimizer.zero_grad()
+    return weights_sha256(models[0]), weights_sha256(models[1])
+
+
+def test_closing_an_optimizer_again_does_not_change_the_turns_of_others():
+    assert len(set(run_threads(2, closed_again))) == 1
+
+
 def overflows_in_no_sync(backend, fused):
     """Let rank 0's gradients overflow in ``no_sync``: ``scaler.step`` averages them just before its overflow check."""
     model = filled(nn.Linear(4, 2))
