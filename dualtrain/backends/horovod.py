@@ -301,7 +301,8 @@ class HorovodBackend(Backend):
         group._owns_world, group._launched, group._set = False, self._launched, members
         # Groups that share a set must not share names: both may have an unfinished call of the same name.
         group._scope, group._groups = f"{self._scope}group.{self._groups}.", 0
-        group._sets = {tuple(range(len(ranks))): members}
+        # In a group of all ranks, the ranks have the same numbers as here.
+        group._sets = self._sets if len(ranks) == self.size else {tuple(range(len(ranks))): members}
         return group
 
     def _new_set(self, ranks: list[int]) -> Any:

@@ -21,6 +21,7 @@ from dualtrain.backends.comparison import agree_on_list
 from dualtrain.backends.shm import SharedMemoryBackend, UnsharedError, segment
 from dualtrain.backends.shm.buffers import Buffers
 from dualtrain.backends.sum_order import sum_order
+from tests.conftest import require_horovod
 from tests.short_waits import short_waits
 from tests.threads import run_threads
 
@@ -417,6 +418,14 @@ def sums_of_two_channels(backend, hosts):
 @pytest.mark.parametrize("hosts", [(0, 0), (0, 0, 1, 1)], ids=["one host", "two hosts"])
 def test_ranks_may_wait_for_the_sums_of_two_channels_in_different_orders(hosts):
     run_threads(len(hosts), sums_of_two_channels, hosts)
+
+
+def test_a_channel_over_horovod_may_have_several_hosts(pool):
+    """Horovod refuses a second process set of the same ranks: the channel must use that of its backend."""
+    require_horovod()
+    pool.connect("horovod", 4)
+    pool.run(sums_of_two_channels, (0, 0, 1, 1))
+    pool.disconnect()  # the next test needs a world on one host
 
 
 def asynchronous_group_call(backend):
