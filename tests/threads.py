@@ -114,6 +114,7 @@ class ThreadsBackend(Backend):
         #: The number of calls of each kind so far. The n-th call of a kind is the same call on all ranks.
         self._calls = {"data": 0, "gradients": 0, "control": 0, "groups": 0}
         self._kind = "data"
+        self._waiting = self  # :attr:`gradient_path` is a copy, in which later changes of attributes would have no effect
 
     def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
         assert tensor.dtype in REDUCIBLE | self.narrow
@@ -194,7 +195,7 @@ class ThreadsBackend(Backend):
         kind = kind or self._kind
         self._calls[kind] += 1
         meeting = self.room.arrive(self.rank, (kind, self._calls[kind]), (primitive, *form), tensors, last)
-        return _ThreadsWork(self, meeting, f"{primitive} {form}")
+        return _ThreadsWork(self._waiting, meeting, f"{primitive} {form}")
 
 
 @contextmanager

@@ -403,15 +403,21 @@ def test_ranks_may_order_a_sum_and_a_call_of_another_channel_differently(of_sum,
 
 
 def sums_of_two_channels(backend, hosts):
-    """Start a sum in a backend and one in its channel. Half of the ranks wait for the channel's sum first."""
+    """Half of the ranks start the sum of one backend only after that of the other one, and the other half waits for it."""
     backend = share_memory(backend, hosts)
-    channel = backend.channel()
-    backend.timeout = channel.timeout = 5.0
-    for _ in range(3):
+    backends = [backend, backend.channel()]
+    for each in backends:
+        each.timeout = 5.0
+    for step in range(4):
+        first, second = backends[:: 1 if step % 2 else -1]
         tensors = torch.ones(5000), torch.ones(5000)
-        works = [each.start_sum(tensor, "t") for each, tensor in zip((backend, channel), tensors, strict=True)]
-        for work in works[:: 1 if backend.rank < backend.size // 2 else -1]:
+        work = first.start_sum(tensors[0], "t")
+        if backend.rank < backend.size // 2:
+            second.start_sum(tensors[1], "t").wait()
             work.wait()
+        else:
+            work.wait()
+            second.start_sum(tensors[1], "t").wait()
         assert [tensor.unique().tolist() for tensor in tensors] == [[backend.size]] * 2
 
 
