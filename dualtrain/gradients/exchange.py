@@ -145,6 +145,7 @@ class Exchange:
 
     def forget(self) -> None:
         """Discard the buckets, and with them a failed exchange. Called when a new world replaces the current one."""
+        self.sparse = SparseGradients()  # the new world's ranks may know others, and must make the same layout
         self.schedule.use([])
         self.schedule.start_round()
         self.laid_out = self.reduced = False

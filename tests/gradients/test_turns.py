@@ -233,6 +233,26 @@ def test_several_reducers_may_change_their_backend():
     run_threads(2, changes_backend)
 
 
+def forgets_sparse(backend):
+    """Let only rank 0's first backend see a sparse gradient, then move to a backend of all ranks without one."""
+    alone = [backend.group([rank]) for rank in range(backend.size)][backend.rank]
+    table, layer = nn.Embedding(4, 3, sparse=True), filled(nn.Linear(3, 1))
+    reducer = GradientReducer([*table.named_parameters("t"), *layer.named_parameters("l")], alone)
+    for use_table in (backend.rank == 0, False):
+        x = torch.ones(1, 3) * (backend.rank + 1)
+        layer(x + table(torch.tensor([1])) if use_table else x).sum().backward()
+        weight = layer.weight.grad.clone()
+        for p in (*table.parameters(), *layer.parameters()):
+            p.grad = None
+        reducer.renew()
+        reducer.forget(backend)
+    torch.testing.assert_close(weight, torch.full((1, 3), (backend.size + 1) / 2))
+
+
+def test_a_new_backend_does_not_use_the_sparse_gradients_of_the_earlier_one():
+    run_threads(2, forgets_sparse)
+
+
 def made_and_closed(backend):
     models = two_models()
     kept = wrapped(models[0], backend)
