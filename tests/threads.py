@@ -199,7 +199,7 @@ class ThreadsBackend(Backend):
 
 
 @contextmanager
-def _switch_interval(seconds: float) -> Iterator[None]:
+def switch_interval(seconds: float) -> Iterator[None]:
     """Set the interpreter's switch interval. A short one helps, because the ranks' threads often wait for each other."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(seconds)
@@ -230,7 +230,7 @@ def run_threads(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         finally:
             backend.close()
 
-    with _switch_interval(1e-4), ThreadPoolExecutor(size, thread_name_prefix="rank") as threads:
+    with switch_interval(1e-4), ThreadPoolExecutor(size, thread_name_prefix="rank") as threads:
         futures = [threads.submit(member, rank) for rank in range(size)]
     errors = [error for future in futures if (error := future.exception()) is not None]
     if errors:

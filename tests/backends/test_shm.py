@@ -6,9 +6,11 @@ import itertools
 import os
 import signal
 import time
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from functools import cache, partial, reduce
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -23,7 +25,7 @@ from dualtrain.backends.shm.buffers import Buffers
 from dualtrain.backends.sum_order import sum_order
 from tests.conftest import require_horovod
 from tests.short_waits import short_waits
-from tests.threads import run_threads
+from tests.threads import run_threads, switch_interval
 
 CPU = torch.device("cpu")
 #: Sizes around the boundaries of shards and of the staging buffer.
@@ -424,6 +426,21 @@ def sums_of_two_channels(backend, hosts):
 @pytest.mark.parametrize("hosts", [(0, 0), (0, 0, 1, 1)], ids=["one host", "two hosts"])
 def test_ranks_may_wait_for_the_sums_of_two_channels_in_different_orders(hosts):
     run_threads(len(hosts), sums_of_two_channels, hosts)
+
+
+def test_channels_may_be_closed_in_several_threads():
+    """Close channels of one backend in several threads at once, without their memory."""
+    beside = []
+
+    def close_in_turn(_):
+        for _ in range(2000):
+            channel = SimpleNamespace(_beside=beside, sums=ExitStack(), calls=ExitStack())  # with a method close
+            beside.append(channel.sums)
+            SharedMemoryBackend.release(channel)
+
+    with switch_interval(1e-6), ThreadPoolExecutor(4) as threads:
+        list(threads.map(close_in_turn, range(4)))
+    assert beside == []
 
 
 def test_a_channel_over_horovod_may_have_several_hosts(pool):

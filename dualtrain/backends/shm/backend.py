@@ -210,6 +210,6 @@ class SharedMemoryBackend(DelegatingBackend):
         return sum(memory.progress() for memory in self._memories())
 
     def release(self) -> None:
-        self._beside[:] = [memory for memory in self._beside if memory is not self.sums]
+        self._beside.remove(self.sums)  # in one step: another thread may add a memory
         self.sums.close()
         self.calls.close()
