@@ -302,9 +302,13 @@ class HorovodReducer(ABC):
     def add(self, named_parameters: Named) -> None:
         """Combine the gradients of these parameters too, from the next ``reduce`` on. Must be called on every rank.
 
+        After :meth:`close`, this does nothing.
+
         Raises:
             ValueError: a parameter's gradient cannot be averaged; no parameter was added.
         """
+        if self.closed:
+            return
         named = list(named_parameters)
         for name, p in named:
             if p.requires_grad:

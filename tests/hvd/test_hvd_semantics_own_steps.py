@@ -68,6 +68,24 @@ def test_a_step_without_the_wrapper_is_refused_if_gradients_are_not_combined(rea
     real(without_wrapper)
 
 
+def added_after_close(backend):
+    """Close an optimizer whose parameters are all frozen, then add others: backward keeps this rank's own gradients."""
+    with library(backend) as hvd:
+        frozen, p = nn.Parameter(torch.zeros(2), requires_grad=False), nn.Parameter(torch.zeros(2))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([frozen], lr=1.0), [("frozen", frozen)])
+        optimizer.close()
+        optimizer.add_param_group({"params": [p]})
+        for _ in range(2):
+            (p.sum() * (hvd.rank() + 1)).backward()
+            assert p.grad.tolist() == [hvd.rank() + 1] * 2
+            optimizer.zero_grad()
+
+
+@OURS_2
+def test_parameters_added_after_close_are_not_averaged(real):
+    real(added_after_close)
+
+
 def lookaheads(backend):
     """Wrap an optimizer that has a different optimizer in the attribute ``optimizer``."""
     with library(backend) as hvd:
