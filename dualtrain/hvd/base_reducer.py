@@ -302,12 +302,13 @@ class HorovodReducer(ABC):
     def add(self, named_parameters: Named) -> None:
         """Combine the gradients of these parameters too, from the next ``reduce`` on. Must be called on every rank.
 
-        After :meth:`close`, this does nothing.
+        After :meth:`close`, no gradients are combined, so the parameters get no hooks.
 
         Raises:
             ValueError: a parameter's gradient cannot be averaged; no parameter was added.
         """
         if self.closed:
+            self.hooks.known.update(id(p) for _, p in named_parameters)  # don't refuse a step with earlier averages
             return
         named = list(named_parameters)
         for name, p in named:
@@ -319,7 +320,7 @@ class HorovodReducer(ABC):
         self._late += named
         self.hooks.known.update(id(p) for _, p in named)
         self.renew()
-        if not self.hooks.slots and not self.closed:
+        if not self.hooks.slots:
             self._add_late()  # no rank can have sent gradients
 
     def add_unfrozen(self) -> None:

@@ -104,20 +104,3 @@ def lookaheads(backend):
 @OURS_2
 def test_an_attribute_named_optimizer_of_the_wrapped_optimizer_is_returned(real):
     real(lookaheads)
-
-
-def added_after_close(backend):
-    """Close an optimizer whose parameters are all frozen, and add a parameter: backward gives this rank's own gradients."""
-    with library(backend) as hvd:
-        p, frozen = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2), requires_grad=False)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([frozen], 1.0), [("frozen", frozen)])
-        optimizer.close()
-        optimizer.add_param_group({"params": [p]})
-        for count in (1, 2):
-            (p.sum() * (hvd.rank() + 1)).backward()
-            assert p.grad.tolist() == [count * (hvd.rank() + 1)] * 2
-
-
-@OURS_2
-def test_a_closed_optimizer_adds_no_hooks(real):
-    real(added_after_close)
