@@ -448,6 +448,34 @@ def test_averaged_weights_are_refused_after_a_change_of_the_models_layers():
             trainer.evaluate([batch()])
 
 
+class CachedLater(Cached):
+    """A model that registers a buffer in its first forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        del self.cache
+
+    def forward(self, x):
+        if "cache" not in self._buffers:
+            self.register_buffer("cache", torch.full((3,), 100.0), persistent=False)
+        return super().forward(x)
+
+
+def test_a_trainer_that_averages_weights_resumes_a_model_that_registers_a_buffer_in_forward(tmp_path):
+    with connect("local") as backend:
+        for resumes in (False, True):
+            model = CachedLater()
+            trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, ema=0.9)
+            if resumes:
+                trainer.resume(tmp_path / "state")
+            else:
+                trainer.step([batch(0)], 6)
+                trainer.save(tmp_path / "state")
+            assert torch.equal(trainer.evaluated.cache, torch.full((3,), 100.0))
+            assert "cache" not in trainer.evaluated.state_dict()
+            trainer.close()
+
+
 SCRIPTING = threading.Lock()  # in Python 3.11, ast.parse raises SystemError if two threads call it at once
 
 
