@@ -85,7 +85,9 @@ def transfer_of(
         if groups < 0:
             raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
         groups = split_list(params, groups) if groups else ()
-    listed = [p for group in groups or () for p in group]
+    # A generator, such as layer.parameters(), can be read only once. ``Transfer`` refuses a tensor in place of a group.
+    sets: list[Any] = [group if isinstance(group, torch.Tensor) else list(group) for group in groups or ()]
+    listed = [p for group in sets for p in group]
     if not all(isinstance(p, torch.Tensor) for p in listed):
         raise ValueError("groups must consist of torch.Tensor.")
     if len({id(p) for p in listed}) < len(listed):
@@ -95,7 +97,7 @@ def transfer_of(
         after=1.0 if op == Sum else None if predivide == 1 else predivide / len(process_set.ranks or [0]),
         dtype=WIRE_DTYPES.get(compression),
         bucket_bytes=basics.engine().settings.fusion_bytes,
-        groups=groups or (),
+        groups=sets,
         sparse_as_dense=sparse_as_dense,
         coalesce=False,
         average_first=False,

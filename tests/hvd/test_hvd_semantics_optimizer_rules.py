@@ -55,6 +55,21 @@ def test_wrong_options_are_refused(real):
     real(refusals)
 
 
+def buckets_of_generators(backend):
+    with library(backend) as hvd:
+        model = nn.Sequential(nn.Linear(2, 1), nn.Linear(1, 1))
+        sgd, named = torch.optim.SGD(model.parameters(), 0.1), model.named_parameters()
+        optimizer = hvd.DistributedOptimizer(sgd, named, groups=[layer.parameters() for layer in model])
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return [sorted(slot.name for slot in bucket.slots) for bucket in optimizer.reducer._exchange.schedule.buckets]
+
+
+@OURS_2
+def test_groups_may_be_generators(real):
+    assert real(buckets_of_generators)[0] == [["1.bias", "1.weight"], ["0.bias", "0.weight"]]
+
+
 def rules(backend):
     theirs = backend.name == "horovod"
     with library(backend) as hvd:
