@@ -26,7 +26,7 @@ from dualtrain.rendezvous.meeting_point import world_of
 @dataclass
 class _Current:
     engine: Engine
-    owned: bool  # whether init() connected the backend
+    owned: bool  # True if init() connected the backend, so that shutdown() must close it
     generation: int
     process: int  # id of the process that called init()
 
@@ -48,8 +48,10 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         process_sets: sets to add, the same on every rank; or ``"dynamic"``, so that sets can be added later.
 
     Raises:
-        ValueError: the world cannot be joined, or a process set is not valid or appears twice. If the cause is a
-            process set, this process is in the world. If a set appears twice, the other sets can be used.
+        ValueError: the world cannot be joined, a variable has an invalid value, or a process set is not valid or appears
+            twice. If the cause is a process set, this process is in the world. If a set appears twice, the other sets can
+            be used.
+        BackendError: another rank failed, or did not continue in time, after it had joined the world.
     """
     global _current, _generations
     sets = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)

@@ -27,7 +27,8 @@ FREE_ROWS = {"allgather", "grouped_allgather", "alltoall", "objects"}
 def disagreement(key: Key, calls: dict[int, Message]) -> str | None:
     """Return why the ranks' ``calls`` cannot be executed together; ``None`` if they can.
 
-    The reason is the first rank's refusal, or else the first difference between the calls.
+    If some ranks refuse the call, the reason is that of the lowest of them. Otherwise, it is the first difference that is
+    found between the first rank's call and another one.
     """
     for rank, call in calls.items():
         if call.get("refused") is not None:

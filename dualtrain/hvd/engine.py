@@ -54,7 +54,7 @@ class Engine:
         self.settings = settings
         self.timeline = Timeline()
         self.down: str | None = None  # why the world has ended
-        self._unexplained = False  # whether ``down`` says only that a rank has ended, and its error may still arrive
+        self._unexplained = False  # True while ``down`` says only that a rank has ended: its error may still arrive
         self.channels = Channels(backend)
         self._executor = Executor(backend, self.channels, self.timeline)
         self.joined_ranks: list[int] = []  # ranks that have called join()
@@ -95,7 +95,7 @@ class Engine:
         then: Callable[[Any, Any], None] | None = None,
         **facts: Any,
     ) -> Pending:
-        """Request a call; do not block.
+        """Request a call; do not block. ``facts`` are further entries of the request. For ``then``, see :class:`Pending`.
 
         Raises:
             ValueError: this rank has an unfinished call of the same kind and name, or ``name`` is not a string.

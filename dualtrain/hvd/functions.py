@@ -105,8 +105,8 @@ def broadcast_object(
 def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[T]:
     """Return every rank's ``obj`` in rank order. Collective, matched by name; blocks.
 
-    For the objects that can be sent, and the exceptions, see :func:`broadcast_object`. Before ``init``,
-    HorovodInternalError.
+    For the objects that can be sent, and the exceptions, see :func:`broadcast_object`. But before ``init``, this function
+    raises HorovodInternalError.
     """
     set_id = usable_set(process_set)
     data, _ = objects.encode_or_refuse(obj)
@@ -115,7 +115,10 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
 
 
 def _call_name(operation: str, name: str | None) -> str | None:
-    """Return a name that differs between the operations, whose calls are of the same kind. Raises ValueError."""
+    """Return a name that differs between the operations, since all their calls have the kind "objects".
+
+    Calls without a name stay unnamed. Raises ValueError if ``name`` is not a string.
+    """
     check_name(name)
     return name and f"{operation}.{name}"
 

@@ -97,9 +97,10 @@ def alltoall(
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Send rows to each rank; return the rows received, in rank order. Collective, matched by name; blocks; differentiable.
 
-    The first ``splits[0]`` rows of a tensor go to rank 0, the next ``splits[1]`` to rank 1, … With None or empty splits,
-    all ranks get the same number of rows. If ``splits`` is None, the result is the rows. Otherwise it is a pair: the rows,
-    and an int32 tensor with the number of rows from each rank. Gradients are sent back to the ranks that sent the rows.
+    The first ``splits[0]`` rows of a tensor go to the set's first rank, the next ``splits[1]`` to its second rank, … With
+    None or empty splits, all ranks get the same number of rows. If ``splits`` is None, the result is the rows. Otherwise it
+    is a pair: the rows, and an int32 tensor with the number of rows from each rank. Gradients are sent back to the ranks
+    that sent the rows.
     """
     results = differentiable(ALLTOALL, [tensor], call_options(name, process_set, splits=splits))
     return results[0] if splits is None else tuple(results)

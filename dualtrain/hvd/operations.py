@@ -1,7 +1,8 @@
 """Execution of the calls that rank 0 has matched between ranks. ``RUN`` has one function for each kind of call.
 
-Each function gets rank 0's description of the call, the channel of the process set, and this rank's tensors. The
-description includes the sizes on every rank, so the ranks do not exchange sizes again.
+(``execution.py`` itself opens channels, and adds and removes process sets.) Each function gets rank 0's description of the
+call, the channel of the process set, and this rank's tensors. The description includes the sizes on every rank, so the
+ranks do not exchange sizes again.
 """
 
 from __future__ import annotations

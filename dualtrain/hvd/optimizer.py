@@ -62,7 +62,8 @@ def DistributedOptimizer(  # noqa: N802
             changes of the parameters.
         gradient_predivide_factor: a factor f: gradients are multiplied by 1/f, and their sum by f/size. Only for Average.
         num_groups: the deprecated form of ``groups``.
-        groups: the number of buckets, or lists of the parameters that are sent together.
+        groups: lists of parameters, or the number of groups into which all parameters are split. Gradients of one group
+            that have the same dtype and device are sent together.
         sparse_as_dense: whether sparse gradients are sent as dense gradients.
         process_set: the ranks that combine gradients; other ranks step alone.
 
@@ -210,6 +211,7 @@ class _Optimizer(NativeOptimizer):
 
         Raises:
             HorovodInternalError: a rank failed or has other parameters, or Horovod was shut down.
+            ValueError: the process set is not in use, or the gradient of an unfrozen parameter cannot be averaged.
             RuntimeError: the optimizer was closed, or replaced by a later optimizer of some of its parameters.
         """
         if self.reducer is not None:
@@ -269,7 +271,7 @@ class _Optimizer(NativeOptimizer):
         decisions.
 
         Raises:
-            HorovodInternalError, RuntimeError: as :meth:`synchronize`.
+            HorovodInternalError, ValueError, RuntimeError: as :meth:`synchronize`.
             BackendError: the closure returned a loss on some ranks only; or an interrupt such as Ctrl-C has stopped an
                 earlier step, which may have changed some parameters.
         """
@@ -321,7 +323,7 @@ class _Optimizer(NativeOptimizer):
         return allreduce(values, name=name, op=op, process_set=self.process_set)
 
     def has_local_gradients(self) -> bool:
-        """Return whether a backward pass has run since gradients were last combined."""
+        """Return whether a backward pass has run, or an exchange has begun, since gradients were last combined."""
         return self.reducer is not None and not self.reducer.closed and (self.reducer.dirty or self.reducer.exchanging)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
