@@ -50,8 +50,8 @@ def cross_entropy(
         label_smoothing: the probability that is moved from the true class to all classes.
 
     Returns:
-        The losses, (n,), differentiable, and 0 where a target is left out. The sums of ``NAMES``, float64, (4,), on the
-        logits' device. The function does not wait for the device.
+        The losses of the n targets, (n,), differentiable, and 0 where a target is left out. The sums of ``NAMES``, float64,
+        (4,), on the logits' device. The function does not wait for the device.
 
     Raises:
         UserError: the axes of ``targets`` are not those of ``logits`` without the classes.
@@ -138,7 +138,7 @@ class CrossEntropy:
 
 
 def samples_of(targets: Any) -> int:
-    """Return ``len(targets)``; for a dict, that of its first tensor, since the length of a dict is its number of keys."""
+    """Return ``len(targets)``. For a dict, whose length is its number of keys, use its first tensor that has an axis."""
     if isinstance(targets, torch.Tensor) or not isinstance(targets, Mapping):
         return len(targets)
     return len(next((value for value in targets.values() if isinstance(value, torch.Tensor) and value.dim()), targets))

@@ -77,7 +77,7 @@ class Passes:
         Args:
             inputs: inputs of the model.
             targets: targets of the loss.
-            expected: the total weight of all batches of the step, over all ranks.
+            expected: an estimate of the total weight of all batches of the step, over all ranks.
             load: called between forward and backward.
             send: true if this is known to be this rank's last batch: its backward then sends the gradients.
 

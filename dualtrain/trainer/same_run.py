@@ -52,8 +52,9 @@ _CURES = {
 _SAMPLES = 16  # number of samples of each split that are compared
 _UNREADABLE = "unreadable"  # takes the place of a checksum if a sample cannot be read; the reason follows
 _SECONDS = 5.0  # after this time, no further sample is read for the comparison
-#: Number of samples that are read again only for a warning. The number must not depend on time: each reading advances the
-#: random generator of a dataset that has one, so two equal runs would get different samples.
+#: Number of samples that are read again only for a warning. It is small, so that this reading hardly ever lasts
+#: ``_SECONDS``. Each reading advances the random generator of a dataset that has one: if the number of samples depended on
+#: time, two equal runs would get different samples.
 _AGAIN = 8
 
 
@@ -261,7 +262,10 @@ def _repeats(title: str, source: Source, first: Mapping[str, str], most: int = _
 
 
 def _checksums(title: str, source: Source, most: int = _SAMPLES) -> dict[str, str]:
-    """Hash the first ``most`` of some samples, which are evenly spread from the first to the last."""
+    """Hash the first ``most`` of up to ``_SAMPLES`` samples, which are evenly spread from the split's first to its last.
+
+    Stop at a sample that cannot be read, and after ``_SECONDS``.
+    """
     size, began = len(source), time.monotonic()
     found: dict[str, str] = {}
     numbers = sorted({place * (size - 1) // max(1, min(_SAMPLES, size) - 1) for place in range(min(_SAMPLES, size))})[:most]

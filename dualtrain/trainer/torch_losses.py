@@ -37,7 +37,7 @@ class TorchCrossEntropy:
 
         If the targets are class probabilities, or if the outputs have no batch dimension, each target has weight 1, and
         correct predictions are not counted. For outputs of more than two dimensions, correct predictions are counted only
-        if the loss has ``weight`` or ``ignore_index``.
+        if the loss has ``weight``, or an ``ignore_index`` other than -100.
         """
         if targets.is_floating_point() or outputs.dim() < 2:
             return self._other(outputs, targets)

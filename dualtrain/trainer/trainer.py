@@ -208,7 +208,8 @@ class Trainer:
             The sums over all ranks; its attribute ``loss`` is the mean loss.
 
         Raises:
-            TypeError: ``batches`` is a tensor.
+            TypeError: ``batches``, or one of its entries for :attr:`shards`, is a tensor; or the loss returns neither a
+                mean nor the pair of an ``Objective``.
             ValueError: ``expected`` is not a finite number above 0, the number of control flags is not ``CONTROL_FLAGS``,
                 or the loss has no gradient. With virtual ranks also: ``batches`` does not have one entry for each of
                 :attr:`shards`; or, on every rank, forward has changed state that the shards of a step share (see
@@ -319,13 +320,15 @@ class Trainer:
         Returns:
             One dict for each epoch: the mean loss over all ranks' samples or targets and, if the loss counts correct
             predictions, the accuracy. An ``Objective`` may count them. Cross entropy of class indices counts them, but
-            torch's does not for outputs of more than two dimensions without class weights or ``ignore_index``. With class
-            weights, loss and accuracy use them.
+            torch's does not for outputs of more than two dimensions without class weights or an ``ignore_index`` other than
+            -100. With class weights, loss and accuracy use them.
 
         Raises:
+            TypeError: a batch is not (inputs, targets).
             RanksDifferError: the ranks are given different ``epochs``, or different numbers of batches for a model with
                 SyncBatchNorm.
             ValueError: the trainer has virtual ranks, or the loaders have no batches after the first epoch.
+            DivergedError, BackendError and further errors: see :meth:`step`.
         """
         if not isinstance(self._parts, RankParts):
             raise ValueError(
