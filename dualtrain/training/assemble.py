@@ -234,7 +234,7 @@ def make_computation(
 
 
 def check_batches(sampler: Sampler, size: int, accumulate: int, *, sync_batchnorm: bool) -> None:
-    """Raise UserError if there is no whole batch, or if a rank would have no samples for SyncBatchNorm."""
+    """Raise UserError if there is no whole batch, or if SyncBatchNorm would have no samples in a rank's backward pass."""
     if not sampler.batches:
         raise UserError(
             f"--drop-last drops all {sampler.samples} samples, since a batch has {sampler.global_batch} over all ranks: "

@@ -126,7 +126,10 @@ class Progress:
         self._bar.close()
 
     def phase(self, what: str, batches: int = 0) -> None:
-        """Begin the phase ``what`` of ``batches`` batches (see :meth:`counted`). Its name is printed while no step ends."""
+        """Begin the phase ``what`` of ``batches`` batches (see :meth:`counted`).
+
+        A line names the phase if no step has ended since the last line.
+        """
         self._phase, self._phase_began, self._batches, self._all_batches = what, time.monotonic(), 0, batches
 
     def counted(self, batches: Iterable[T]) -> Iterator[T]:
