@@ -38,6 +38,7 @@ def check_restart(output: OutputSection, settings: Mapping[str, Any], lock: Fold
 
     A start with other settings is allowed. So is a start with a plain ``--resume`` or ``--resume FILE``, since these flags
     are given by a person. A start with ``--resume auto`` is refused, since a launcher that restarts jobs repeats this flag.
+    (In a restart of the same job that resumes from the newest checkpoint, ``output.resume`` is ``"auto"`` too.)
 
     Raises:
         UserError: with the reason why the run ended, and the cure.
