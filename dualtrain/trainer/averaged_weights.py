@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -26,28 +26,41 @@ def check_parameters(average: nn.Module, model: nn.Module) -> None:
 
 
 def match_buffers(average: nn.Module, model: nn.Module) -> None:
-    """Give ``average``, an older copy of ``model``, buffers of the same names and shapes in the same order.
+    """Give ``average``, an older copy of ``model``, the buffers that ``model`` has now: the same names, order and shapes.
 
-    Forward passes may have made, replaced or removed buffers of only one of them. Copies no values into the buffers that
-    ``average`` keeps.
+    Forward passes may register, replace or remove buffers, of either model. ``AveragedModel.update_parameters`` pairs the
+    buffers of the two models by position.
     """
-    for copied, module in zip(average.modules(), model.modules(), strict=True):
-        # ``_buffers`` and ``_non_persistent_buffers_set`` are private, and the same in torch 2.5 to 2.15. There is no
-        # public way to read the names of buffers that are None.
-        own, wanted = dict(copied._buffers.items()), dict(module._buffers.items())
-        if _shapes(own) == _shapes(wanted):
+    modules = dict(average.named_modules())
+    copies: dict[int, torch.Tensor] = {}  # id of a model's buffer → its copy: a buffer of several modules has one copy
+    for path, module in model.named_modules():
+        copied = modules.get(path)
+        # ``_buffers`` is private, and the same in torch 2.5 to 2.15: named_buffers() leaves out buffers that are None.
+        if copied is None or not (module._buffers or copied._buffers):
             continue
-        for name in own:
-            delattr(copied, name)
-        for name, buffer in wanted.items():
-            kept = own.get(name)
-            if kept is None or buffer is None or kept.shape != buffer.shape:
-                kept = None if buffer is None else buffer.detach().clone()
-            copied.register_buffer(name, kept, persistent=name not in module._non_persistent_buffers_set)
+        old = dict(copied._buffers.items())
+        new = {name: _copy_of(buffer, old.get(name), copies) for name, buffer in module._buffers.items()}
+        if list(new) != list(old):
+            # Private in torch 2.5 to 2.15: the names of the buffers that state_dict() leaves out. If the copy's
+            # state_dict() contained one of them, a new copy, which lacks this buffer, could not load it.
+            left_out = module._non_persistent_buffers_set
+            for name in old:
+                delattr(copied, name)
+            for name, buffer in new.items():
+                copied.register_buffer(name, buffer, persistent=name not in left_out)
+            continue
+        for name, buffer in new.items():
+            if buffer is not old[name]:
+                setattr(copied, name, buffer)
 
 
-def _shapes(buffers: Mapping[str, torch.Tensor | None]) -> list[tuple[str, torch.Size]]:
-    return [(name, buffer.shape) for name, buffer in buffers.items() if buffer is not None]
+def _copy_of(buffer: torch.Tensor | None, old: torch.Tensor | None, copies: dict[int, torch.Tensor]) -> torch.Tensor | None:
+    """Return the copy of ``buffer`` in ``copies``; else add ``old`` if it has the same shape, or a new copy."""
+    if buffer is None:
+        return None
+    if id(buffer) not in copies:
+        copies[id(buffer)] = old if old is not None and old.shape == buffer.shape else buffer.detach().clone()
+    return copies[id(buffer)]
 
 
 def copy_extra_state(average: nn.Module, model: nn.Module) -> None:

@@ -476,6 +476,43 @@ def test_a_trainer_that_averages_weights_resumes_a_model_that_registers_a_buffer
             trainer.close()
 
 
+class Changing(nn.Module):
+    """A model whose layers change their buffers in later forward passes, and in evaluations."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(0), persistent=False)
+        self.first, self.linear, self.norm = nn.Identity(), nn.Linear(4, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x):
+        if not self.training:
+            self.norm.register_buffer("mask", torch.ones(3), persistent=False)
+        elif len(self.table):  # not the first pass
+            self.first.register_buffer("scale", torch.tensor(2.0), persistent=False)
+            self.norm.register_buffer("scale", self.first.scale, persistent=False)
+        if len(self.table) < 8:
+            self.table = torch.arange(len(self.table) + 4.0)
+        return self.norm(self.linear(x))
+
+
+def test_averaged_weights_follow_buffers_that_later_forward_passes_change(tmp_path):
+    models = Changing(), Changing()
+    with connect("local") as backend:
+        for model in models:
+            trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, ema=0.9)
+            if model is models[1]:
+                trainer.resume(tmp_path / "state")
+            for number in range(3):
+                trainer.step([batch(number)], 6)
+                wanted, found = dict(model.named_buffers()), dict(trainer.evaluated.named_buffers())
+                assert list(found) == list(wanted)
+                assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+                trainer.evaluate([batch(number)])
+            trainer.save(tmp_path / "state")
+            trainer.close()
+            assert [len(model.table), model.norm.scale.item()] == [8, 2]
+
+
 SCRIPTING = threading.Lock()  # in Python 3.11, ast.parse raises SystemError if two threads call it at once
 
 
