@@ -397,7 +397,7 @@ class _AdasumOptimizer(_Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step on this rank alone, then replace the parameters' changes by their adaptive sum over the ranks. Collective.
 
-        A rank outside of the process set steps without communication.
+        ``closure`` computes this rank's own loss. A rank outside of the process set steps without communication.
 
         Raises:
             ValueError: the process set was not added, or was removed; no step was taken.
