@@ -428,6 +428,7 @@ class Trainer:
         Raises:
             TypeError: a batch is not (inputs, targets).
             UserError: with ``ema``, the names or shapes of the model's parameters have changed.
+            ValueError: with virtual ranks, ``batches`` does not have one entry for each of :attr:`shards`.
             RanksDifferError: on every rank, if the ranks' weights differ.
             BackendError: the ranks' buffers differ in names or shapes, a rank failed, or the timeout passed.
         """
