@@ -193,6 +193,7 @@ class _Job:
             self._handle_signals(left)
             if self._deadline is not None and time.monotonic() >= self._deadline and not self._escalate():
                 break
+        self._note_failure()  # a rank may have failed after the last check
         return self._status or 0
 
     def kill(self) -> None:

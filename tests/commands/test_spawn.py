@@ -425,6 +425,26 @@ def test_a_job_is_not_restarted_if_a_rank_survives_sigkill(monkeypatch, capsys):
     assert "rank 1 (process 7) did not end within 0.01 s of SIGKILL" in capsys.readouterr().err
 
 
+class LateRank:
+    """A rank that fails just after the parent's last check for failed ranks, which is its first look at the exit status."""
+
+    pid, looks = None, 0
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    @property
+    def exitcode(self) -> int | None:
+        self.looks += 1
+        return None if self.looks == 1 else 5
+
+
+def test_a_rank_that_fails_just_after_the_last_check_gives_its_status(monkeypatch):
+    context = SimpleNamespace(Process=lambda **_: LateRank())
+    monkeypatch.setattr("dualtrain.spawn.get_context", lambda method: context)
+    assert spawn(len, [], 1) == 5
+
+
 # -- whole jobs ---------------------------------------------------------------------------------------------------
 
 
