@@ -25,7 +25,7 @@ def one_of(*choices: str) -> Bounds:
 
 def at_least(low: float) -> Bounds:
     """Return bounds that accept this number or more."""
-    return Bounds(f"{low:g} or more", lambda value: math.isfinite(value) and value >= low)
+    return Bounds(f"{low:g} or more", lambda value: low <= value < math.inf)
 
 
 def between(low: float, high: float) -> Bounds:
@@ -33,7 +33,7 @@ def between(low: float, high: float) -> Bounds:
     return Bounds(f"from {low:.12g} to {high:.12g}", lambda value: low <= value <= high)
 
 
-ABOVE_ZERO = Bounds("above 0", lambda value: math.isfinite(value) and value > 0)
+ABOVE_ZERO = Bounds("above 0", lambda value: 0 < value < math.inf)
 ONE_LINE = Bounds("one line of text", lambda value: "\n" not in value)
 UNIT = Bounds("from 0 to below 1", lambda value: 0 <= value < 1)
 

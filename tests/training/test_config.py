@@ -72,6 +72,7 @@ def test_batch_size_is_per_rank_and_replaces_the_recipes_global_batch_size():
         (["--lr", "fast"], ["--lr", "number", "'fast'"]),
         (["--epochs", "0"], ["--epochs", "whole number", "1 or more", "'0'"]),
         (["--epochs", "1.5"], ["--epochs", "whole number", "'1.5'"]),
+        (["--epochs", "9" * 400], ["--epochs must be a whole number 1 or more, up to 4294967295"]),  # too large for a float
         (["--max-steps", "0"], ["--max-steps", "1 or more"]),
         (["--batch-size", "0"], ["--batch-size", "1 or more"]),
         (["--global-batch-size", "x"], ["--global-batch-size", "whole number"]),
