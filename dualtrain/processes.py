@@ -51,6 +51,14 @@ def start_thread(target: Callable[..., None], name: str, args: tuple[Any, ...] =
     return thread
 
 
+def signal_name(number: int) -> str:
+    """Return a signal's name, such as "SIGKILL", or "signal 40" for a real-time signal that has no name in Python."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
 def signal_at_parents_end(number: int, parent: int) -> None:
     """Ask the kernel to send the signal ``number`` to this process when its parent ends.
 

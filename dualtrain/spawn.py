@@ -23,7 +23,7 @@ from dualtrain.console import print_error
 from dualtrain.cores import too_many_ranks, usable_cores
 from dualtrain.errors import UserError
 from dualtrain.launchers import NOT_SAVED, TRY_AGAIN, given_job, new_job, spawned
-from dualtrain.processes import JOB_SIGNALS, LIMIT_CURE, release, signal_at_parents_end, start_tracker
+from dualtrain.processes import JOB_SIGNALS, LIMIT_CURE, release, signal_at_parents_end, signal_name, start_tracker
 from dualtrain.training.signals import (
     STOP_SIGNALS,
     end_on_early_interrupt,
@@ -250,7 +250,7 @@ class _Job:
         self._status = code if code > 0 else 128 - code
         self._deadline = time.monotonic() + GRACE_SECONDS
         if code < 0:
-            by = signal.Signals(-code).name
+            by = signal_name(-code)
             print_error(f"rank {failed[code]} of {len(self._processes)} was ended by {by}; the job stops")
 
     def _note_stop(self, failed: Mapping[int, int], number: int) -> None:

@@ -13,7 +13,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 from dualtrain.errors import UserError
-from dualtrain.processes import forkserver_pid, is_stopped, kill_forkserver, start_thread
+from dualtrain.processes import forkserver_pid, is_stopped, kill_forkserver, signal_name, start_thread
 
 T = TypeVar("T")
 #: The limit on the start of the workers is at least this: the fork server first imports torch, which a busy host delays.
@@ -143,7 +143,7 @@ def unsent(error: Exception) -> UserError:
 
 def _end_in_words(status: int) -> tuple[str, str]:
     """Return the signal or exit status that ended a worker, and its usual cause with the cure."""
-    by = signal.Signals(-status).name if status < 0 else f"exit status {status}"
+    by = signal_name(-status) if status < 0 else f"exit status {status}"
     if -status == signal.SIGKILL:
         return by, "too little memory, in most cases; give fewer --workers, or --workers 0"
     if -status == signal.SIGBUS:

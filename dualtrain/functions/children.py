@@ -21,6 +21,7 @@ from dualtrain.errors import RankFailedError, UserError
 from dualtrain.functions.link import Link
 from dualtrain.functions.outcome import Outcome
 from dualtrain.functions.payload import loads
+from dualtrain.processes import signal_name
 
 log = logging.getLogger(__name__)
 
@@ -129,12 +130,7 @@ class Child:
 
 
 def _end_in_words(status: int) -> str:
-    if status >= 0:
-        return f"exited with status {status}"
-    try:
-        return f"was ended by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was ended by signal {-status}"
+    return f"exited with status {status}" if status >= 0 else f"was ended by {signal_name(-status)}"
 
 
 def run_children(
