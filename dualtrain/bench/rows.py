@@ -34,7 +34,7 @@ class Row:
         found: the ratio or the cost.
         unit: "×" for a ratio, else the unit of the cost.
         seconds: for a ratio, the median seconds of both contenders.
-        weights: whether the final weights of both contenders are equal; see ``_weights``.
+        weights: ``SAME``, ``OTHER`` or ``NONE``, the comparison of the final weights (see ``_weights``).
         target: value that the interval should reach, if there is one.
         verdict: ``MET``, ``NOT_MET`` or ``NOT_SHOWN``; empty without a target or with too few rounds.
         note: remark on the verdict, or the reason why there is no verdict.

@@ -11,7 +11,7 @@ from dualtrain.bench.plan import ENTRIES
 
 
 class SideBySide(Contender):
-    """The contenders that ``option`` names, separated by commas; they are started in this order."""
+    """The contenders whose names ``option`` lists, separated by commas. They are started in this order."""
 
     def __init__(self, option: str, device: torch.device) -> None:
         entries = {name: ENTRIES[name] for name in option.split(",")}
