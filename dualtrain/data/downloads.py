@@ -9,7 +9,7 @@ from dualtrain.errors import UserError
 
 
 def missing(files: Sequence[Path], archives: Sequence[Path]) -> bool:
-    """Return whether one of ``files`` is missing.
+    """Return whether any of ``files`` is missing.
 
     Raises:
         UserError: a file is missing, and one of ``files`` or ``archives`` (the files to be fetched) is a symbolic link or

@@ -65,7 +65,7 @@ class LoaderSource(Source):
         return (read(number) for number in numbers)
 
     def stream(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Tensors]:
-        """Yield the batches, prefetched. The first stream starts the workers; later streams reuse them."""
+        """Yield the batches, which workers prefetch. The first stream starts the workers; later streams reuse them."""
         requests = _Requests(batches)
         self._feed.batches = requests
         try:

@@ -58,7 +58,7 @@ class Source(ABC):
 
     #: The longest wait for a worker process, in seconds.
     timeout: float = 300.0
-    #: Whether ``contents`` yields samples as they are stored, which gives the same bits on every kind of processor.
+    #: True if ``contents`` yields samples as they are stored: then their bits are the same on every kind of processor.
     stored: bool = False
 
     def contents(self, numbers: Sequence[int]) -> Iterator[Any]:
