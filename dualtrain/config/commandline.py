@@ -142,7 +142,7 @@ def _parser() -> _Parser:
 
 
 def _convert(setting: Setting, text: str) -> Any:
-    """Convert a flag's text to its value. Raises UserError if the value is out of bounds."""
+    """Convert a flag's text to its value. Raises UserError if the setting does not accept the text."""
     bounds = setting.bounds
     expected = {int: "a whole number", float: "a number", str: "text"}[setting.kind]
     expected += f" {bounds.words}" if bounds else ""

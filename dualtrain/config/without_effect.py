@@ -67,7 +67,7 @@ class RunFacts:
         steps_of_epochs: how many optimizer steps the run would have without ``--max-steps``.
         global_batch: samples of a step, on all ranks.
         part: the largest number of samples of a step on one rank or virtual rank.
-        short_batch: whether an epoch's last batch, if it is not dropped, has fewer samples than the others.
+        short_batch: true if, without ``--drop-last``, an epoch's last batch has fewer samples than the others.
         shape: the shape of one input.
         classes: the number of classes of the data.
         ranks: the number of ranks.
