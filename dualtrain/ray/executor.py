@@ -83,6 +83,7 @@ class RayExecutor:
         Raises:
             UserError: Ray is not initialized or cannot place the actors, they do not start in time, ``start`` was called
                 before without ``shutdown``, or DUALTRAIN_BACKEND is ``horovod``.
+            RayError: an actor's process ended, or ``executable_cls`` raised an exception.
         """
         refuse_other_backend()
         if self._actors is not None:

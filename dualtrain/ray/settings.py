@@ -30,9 +30,10 @@ class Placement:
     Attributes:
         num_workers: number of ranks.
         num_hosts: number of hosts, with the same number of ranks on each; with ``None``, Ray uses as few hosts as it can.
+            Not enforced in the placement group of the calling task.
         cpus: CPUs of each rank.
         gpus: GPUs of each rank.
-        current_group: whether to use the placement group of the calling task, if there is one.
+        current_group: true to use the placement group of the calling task, if there is one.
     """
 
     num_workers: int
