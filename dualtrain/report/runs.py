@@ -104,7 +104,7 @@ def read_runs(folders: Sequence[str], *, begun: bool = True) -> list[Run]:
 
     Args:
         folders: paths of the runs.
-        begun: whether it is an error if a folder holds no run, or if no run has metrics.
+        begun: true to raise an error if a folder holds no run, or if no run has metrics.
 
     Raises:
         UserError: see ``begun``.
