@@ -1,6 +1,7 @@
 """``python -m dualtrain.compare RUN RUN…``: print a table of finished runs, and whether their weights are equal.
 
-With --one-result, the exit status is 1 unless all runs have ended with the same weights, metrics and number of steps.
+With --one-result, the exit status is 1 unless there are two or more runs, and all have ended with the same weights, metrics
+and number of steps.
 """
 
 from __future__ import annotations

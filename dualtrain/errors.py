@@ -69,7 +69,7 @@ class PeerFailure:
     Attributes:
         rank: its rank in the job.
         reason: one line, then the rank's traceback if it sent one.
-        quiet: whether the rank left normally, which is an error only for operations that wait for this rank.
+        quiet: true if the rank left normally. Then only operations that wait for this rank fail.
     """
 
     rank: int
@@ -98,7 +98,7 @@ class RankFailedError(RuntimeError):
     Attributes:
         rank: the rank that failed.
         trace: the traceback of the exception on that rank; empty if its process ended without one.
-        by_peer: whether a collective operation raised the exception, so that a different rank may be its cause.
+        by_peer: true if a collective operation raised the exception. Its cause may then be a different rank.
     """
 
     def __init__(self, message: str, rank: int, trace: str = "", *, by_peer: bool = False) -> None:

@@ -157,13 +157,13 @@ def _allow() -> None:
 
 @contextmanager
 def replacing(path: Path, check: Callable[[], None] = _allow) -> Iterator[BinaryIO]:
-    """Yield a new file. At the end of the block, make its content durable, then replace ``path`` by it.
+    """Yield a new file. At the end of the block, make the file's content durable, then replace ``path`` by the file.
 
     An error in the block, or a full disk, leaves ``path`` as it was. The same holds for an error of ``check``, which is
     called before anything is written, and again before the file is replaced.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: the file cannot be written; or, after ``path`` was replaced, its folder cannot be made durable.
     """
     check()
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
@@ -219,7 +219,7 @@ def write_json(path: Path, value: dict[str, Any], check: Callable[[], None] = _a
 
 
 def link_whole(source: Path, target: Path) -> None:
-    """Make ``target`` a hard link to ``source``, or a copy if the file system has no links.
+    """Make ``target`` a hard link to ``source``, or a copy if no hard link can be made.
 
     Raises:
         OSError: the file cannot be written.

@@ -37,11 +37,11 @@ class World:
         name: name of a world that has only some of the job's processes; empty for the world of all processes.
         job: the job's name, the same after a restart and different for every job; empty if the launcher gives none.
         job_key: key under which torchrun's store keeps the job's name over restarts; empty without such a store.
-        served: whether a parent process of a rank serves the ranks' store. All worlds of the job then share this store.
+        served: true if the parent process of a rank serves the ranks' store. All worlds of the job then share this store.
 
     Raises:
-        UserError: ``rank`` is not a whole number from 0 to ``size`` - 1; or ``size`` is above 1, and ``rendezvous`` is not
-            an address.
+        UserError: ``rank`` is not a whole number from 0 to ``size`` - 1, or ``size`` is not a whole number below 2³¹; or
+            ``size`` is above 1, and ``rendezvous`` is neither ``None`` nor an address.
     """
 
     rank: int = 0
@@ -318,7 +318,7 @@ def spawned(
     local: tuple[int, int] | None = None,
     by: str = "1",
 ) -> dict[str, str]:
-    """Return the variables of rank ``rank`` for a job whose ``size`` ranks dualtrain starts.
+    """Return the environment variables of rank ``rank`` for a job whose ``size`` ranks dualtrain starts.
 
     After a restart, the ranks must get the same ``job``. ``local`` is the local rank and size; without it, all ranks are on
     this host. ``by`` is what starts the ranks: ``"spark"``, ``"ray"``, or ``"1"`` for this process.

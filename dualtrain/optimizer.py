@@ -209,8 +209,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Raises:
             RuntimeError: as :meth:`synchronize`.
-            BackendError: as :meth:`synchronize`; or the closure returned a loss on some ranks only; or an interrupt such as
-                Ctrl-C has stopped an earlier step, which may have changed some parameters.
+            BackendError: as :meth:`synchronize`; or an earlier backward pass failed after it had sent gradients, and
+                :meth:`zero_grad` was called before their exchange had ended; or the closure returned a loss on some ranks
+                only; or an interrupt such as Ctrl-C has stopped an earlier step, which may have changed some parameters.
         """
         with self._refusing_after_interrupt():
             return self._step_with_hooks(closure)
@@ -290,7 +291,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return not reducer.closed and reducer.has_local and any(has_values(slot.param.grad) for slot in reducer.slots)
 
     def average_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Average ``values`` over the ranks. If ``sum_order`` is a fixed tree, add along a tree too. Collective; blocks."""
+        """Average ``values`` over the ranks; with a fixed ``sum_order``, in the tree over the ranks. Collective; blocks."""
         if self._order is None:
             return self.backend.allreduce(values, name="loss")
         return sum_order_of(self.backend.size, self.backend.size).total(

@@ -132,7 +132,7 @@ class _Job:
         self._inbox = inbox
         self._processes: list[BaseProcess] = []
         self._status: int | None = None  # the job's exit status, after a rank has failed
-        self._save = save  # whether SIGUSR1 requested a checkpoint before all ranks were started
+        self._save = save  # whether SIGUSR1 has requested a checkpoint; it is passed on to ranks that start later
         self._stopped: tuple[int, float] | None = None  # the stop signal that was received, and when
         self._unsent = [signal.SIGTERM, signal.SIGKILL]  # the signals that end the ranks and were not sent yet, in order
         self._deadline: float | None = None  # when the next signal is sent
@@ -172,7 +172,11 @@ class _Job:
             signal.pthread_sigmask(signal.SIG_SETMASK, earlier)
 
     def may_restart(self, status: int) -> bool:
-        """Return whether a restart may help a job that has ended with ``status``."""
+        """Return whether a restart may help the job, which has ended with ``status``.
+
+        It may not after success (0), after an error that a restart would repeat (2), after a stop signal, or if a rank has
+        survived SIGKILL.
+        """
         return status not in (0, 2) and self._stopped is None and not self._alive()
 
     def pause(self, seconds: float) -> tuple[int | None, bool]:

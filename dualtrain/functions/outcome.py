@@ -24,7 +24,7 @@ class Outcome:
         reason: the exception's class and message, or why the result cannot be pickled, in one line.
         trace: the exception's traceback.
         error: the pickled exception; ``None`` if it cannot be pickled.
-        by_peer: whether a collective operation failed, so that a different rank may be the cause.
+        by_peer: true if a collective operation failed. The cause may then be a different rank.
     """
 
     result: bytes | None = None
