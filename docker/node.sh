@@ -4,7 +4,7 @@
 #
 #   bash docker/node.sh [flags of dualtrain train, for both runs]
 #
-# HOSTS  name:ranks,name:ranks,…, the same in all containers; the name of a container must be its host name
+# HOSTS  name:ranks,name:ranks,…, the same in all containers; each name is the host name of a container
 # PORT   a port that is free on the first host (default: 29400)
 set -euo pipefail
 

@@ -93,15 +93,15 @@ def virtual_nodes(count: int, folder: Path) -> Iterator[list[Node]]:
     hosts = folder / "hosts"
     hosts.write_text("".join(f"{address} {name}\n" for name, address in [("localhost", "127.0.0.1"), *addresses.items()]))
     with ExitStack() as stack:
-        switch = _start_in_namespaces(stack, ["unshare", "--net"], _UNTIL_END)
-        _run(switch, "ip", "link", "add", "bridge0", "type", "bridge")
-        _run(switch, "ip", "link", "set", "bridge0", "up")
+        bridge_pid = _start_in_namespaces(stack, ["unshare", "--net"], _UNTIL_END)
+        _run(bridge_pid, "ip", "link", "add", "bridge0", "type", "bridge")
+        _run(bridge_pid, "ip", "link", "set", "bridge0", "up")
         nodes = []
         for name, address in addresses.items():
             script = f'hostname {name} && mount --bind "$0" /etc/hosts && {{ {_UNTIL_END}; }}'
             unshare = ["unshare", "--net", "--uts", "--mount", "--propagation", "private"]
             nodes.append(Node(name, address, _start_in_namespaces(stack, unshare, script, str(hosts.resolve()))))
-            _connect(switch, nodes[-1], f"port-{name}")
+            _connect(bridge_pid, nodes[-1], f"port-{name}")
         yield nodes
 
 
@@ -125,9 +125,9 @@ def _start_in_namespaces(stack: ExitStack, unshare: list[str], script: str, *arg
     return process.pid
 
 
-def _connect(switch: int, node: Node, port: str) -> None:
-    _run(switch, "ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", str(node.pid))
-    _run(switch, "ip", "link", "set", port, "master", "bridge0", "up")
+def _connect(bridge_pid: int, node: Node, port: str) -> None:
+    _run(bridge_pid, "ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", str(node.pid))
+    _run(bridge_pid, "ip", "link", "set", port, "master", "bridge0", "up")
     _run(node.pid, "ip", "address", "add", f"{node.address}/24", "dev", INTERFACE)
     for interface in (INTERFACE, "lo"):
         _run(node.pid, "ip", "link", "set", interface, "up")

@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--option", default="")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--folder", type=Path, help="folder of checkpoints, data and the rendezvous file")
-    parser.add_argument("--meet", help="name of the rendezvous file, to which rank 0 writes its address")
+    parser.add_argument("--meet", help="name of the rendezvous file, for launchers without a rendezvous")
     parser.add_argument("--launched", type=float, default=0.0, help="time.time() when the ranks were launched")
     parser.add_argument("--step-fraction", type=float, default=1.0, help="fraction of each workload's steps to run")
     given = parser.parse_args(arguments)

@@ -45,7 +45,7 @@ class Options(DataSection):
         return tuple(parts[0]), tuple(parts[1])
 
     def statistics_for(self, channels: int, of_dataset: Statistics) -> Statistics | None:
-        """Do the same as :meth:`statistics`. Also raises UserError if there are values for another number of channels."""
+        """Return :meth:`statistics`. Also raise UserError unless it has one value, or one value for each channel."""
         found = self.statistics(of_dataset)
         if found is not None and len(found[0]) not in (1, channels):
             raise UserError(

@@ -55,13 +55,13 @@ class Schedule:
         return bucket
 
     def forget_ready(self) -> None:
-        """Begin a new round without ready gradients, after a backward pass that failed before it sent a bucket."""
+        """Begin a new round without ready gradients. Call this only if no bucket was sent in this round."""
         for bucket in self.buckets:
             bucket.forget_ready()
         self.round += 1
 
     def start_round(self) -> None:
-        """Begin the next round, after every bucket was sent and has finished, or after a failed exchange."""
+        """Begin the next round, after the sums of all buckets have ended, or after a failed exchange."""
         # Keep this order. If Ctrl-C stops this method between the two lines, ``next`` still equals the number of buckets,
         # so that nothing is sent until this method is called again.
         self.round += 1

@@ -38,8 +38,9 @@ def build(
         shape: shape of one input: (channels, height, width) of an image, (length,) of a text.
         classes: number of classes; for a text, the size of the vocabulary.
         pretrained: start from torchvision's weights, except for a head of a different size. Missing weights are downloaded.
-        loaded: false if ``weights`` or a checkpoint replaces torchvision's weights: then ``pretrained`` loads none, but
-            still makes GoogLeNet and Inception v3 convert RGB images, as their published weights require.
+        loaded: false if ``weights`` or a checkpoint replaces torchvision's weights. Then ``pretrained`` loads no weights,
+            but still sets ``transform_input`` of GoogLeNet and Inception v3 for images of 3 channels, as their published
+            weights require.
         freeze_backbone: train only the last linear or convolutional layer; BatchNorm before it stays in evaluation mode.
         weights: file of weights for the whole model, safetensors or a state dict.
 

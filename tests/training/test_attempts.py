@@ -286,7 +286,7 @@ def test_deaths_with_other_settings_do_not_forbid_a_start(tmp_path):
     for _ in range(3):
         end_with(tmp_path, KilledError(), 2)
     end_with(tmp_path, KilledError(), 2, "--timeout", "60")
-    end_with(tmp_path, KilledError(), 2)  # the first death of a new row
+    end_with(tmp_path, KilledError(), 2)  # the count of deaths in a row begins at 1 again
     assert auto(tmp_path)["steps"] == 4
 
 
@@ -300,6 +300,8 @@ def test_deaths_without_a_record_of_their_settings_count(tmp_path):
 
 
 @pytest.mark.parametrize(
+    # A death: its step, whether the attempt trained, and whether the error was transient (default: False). If the last
+    # deaths in training are after the same step, and 3 of them are not transient, or there are 30, a restart is refused.
     ("deaths", "step"),
     [
         ([(5, True)] * 3, 5),

@@ -575,10 +575,10 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from PIL import Image
 
     folder = tmp_path_factory.mktemp("images")
-    for part, each in (("train", 4), ("val", 1)):
+    for part, per_class in (("train", 4), ("val", 1)):
         for number, kind in enumerate(("cat", "dog")):
             (folder / part / kind).mkdir(parents=True)
-            for image in range(each):
+            for image in range(per_class):
                 Image.new("RGB", (12, 12), (90 * number, 40 * image, 0)).save(folder / part / kind / f"{image}.png")
     return folder
 

@@ -164,6 +164,7 @@ def weight_of_images(backend):
 
 def test_without_ignored_pixels_each_sample_of_a_step_has_weight_1():
     outputs, targets = torch.randn(3, 6, 7), torch.randint(0, 6, (3, 7))
+    # The objective's weight is the number of pixels, 3 × 7. The trainer divides it by the number of pixels per sample.
     loss, sums = as_objective(nn.CrossEntropyLoss())(outputs, targets)
     assert torch.equal(loss, functional.cross_entropy(outputs, targets))
     assert sums == [loss.item() * 21, 21.0, NOT_COUNTED, NOT_COUNTED]
@@ -328,7 +329,8 @@ def test_a_loss_of_torch_is_recognized_after_torch_compile():
         with pytest.raises(ValueError, match="the loss has reduction='sum'"):
             as_objective(compiled(loss))
     made = {}
-    exec("def loss(outputs, targets): return (outputs - targets).mean()", made)  # sympy.lambdify also uses exec
+    # The globals of a function that exec has made may lack __name__; sympy.lambdify makes such functions.
+    exec("def loss(outputs, targets): return (outputs - targets).mean()", made)
     assert as_objective(made["loss"]).loss is made["loss"]
 
 
