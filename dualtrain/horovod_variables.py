@@ -1,4 +1,4 @@
-"""Horovod's environment variables that have an effect on ``dualtrain.hvd``."""
+"""Horovod's environment variables that have an effect on ``dualtrain.hvd``, and two variables of dualtrain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Imports between packages: each package imports only packages in lower layers."""
+"""Imports: a package imports only earlier names of ``TOP_LEVEL``; a file of ``LAYERS`` imports only lower layers."""
 
 from __future__ import annotations
 
@@ -378,7 +378,7 @@ def test_only_the_console_module_prints():
 
 def test_importing_the_package_loads_no_heavy_module():
     program = f"import sys, dualtrain; print(*sorted(set({HEAVY}) & set(sys.modules)))\n"
-    # The handler of Ctrl-C must be installed early, so its module may import only few other modules of the package.
+    # The handler of Ctrl-C must be installed early, so its module may import only a few other modules.
     program += "import dualtrain.training.signals; print(*(name for name in sys.modules if name.startswith('dualtrain.')))"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     heavy, early = done.stdout.splitlines()

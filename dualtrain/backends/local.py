@@ -12,7 +12,7 @@ from dualtrain.launchers import World
 
 
 class LocalBackend(Backend):
-    """World of one process: the result of every reduction is the process's own value."""
+    """Backend for a world of one process: the result of every reduction is the process's own value."""
 
     name = "local"
     transport = "none"

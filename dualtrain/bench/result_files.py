@@ -32,5 +32,5 @@ def write_files(folder: Path, files: Iterable[tuple[str, str]]) -> None:
             (folder / CHART).unlink(missing_ok=True)
     except OSError as error:
         raise UserError(
-            f"the results cannot be written to {str(folder)!r} ({error.strerror or error}): name another --out"
+            f"the results cannot be written to {str(folder)!r} ({error.strerror or error}): give another --out"
         ) from error

@@ -119,7 +119,7 @@ class StepSection:
     batch_size: int | None = setting(None, "samples per step on each rank, or on each virtual rank", at_least(1))
     global_batch_size: int | None = setting(None, "samples per step on all ranks together", at_least(1))
     virtual_ranks: int | None = fixed_setting(
-        None, "train as this many ranks would, with the same bits on any number of ranks (default: off; "
+        None, "train as this many ranks would, bit for bit the same on any number of real ranks (default: off; "
         "for a resumed run, the checkpoint's number)",
         between(1, 4096), resumed=True,
     )  # fmt: skip
@@ -133,7 +133,7 @@ class StepSection:
     weight_decay: float = fixed_setting(0.0, "weight decay", at_least(0))
     label_smoothing: float = fixed_setting(0.0, "probability taken from the true class and spread over all classes", UNIT)
     clip_norm: float | None = fixed_setting(
-        None, "scale the averaged gradients down to this norm, over all parameters", ABOVE_ZERO
+        None, "largest norm of the averaged gradients, over all parameters; larger ones are scaled down to it", ABOVE_ZERO
     )
     amp: str = fixed_setting("off", "mixed precision: off, bf16 or fp16", one_of("off", "bf16", "fp16"))
     compress: str = fixed_setting("none", "round gradients for sending: none, fp16 or bf16", one_of("none", "fp16", "bf16"))
@@ -171,7 +171,7 @@ class ScheduleSection:
         one_of("constant", "cosine", "step", "multistep", "one-cycle", "polynomial"), flag="schedule",
     )  # fmt: skip
     warmup_steps: int = fixed_setting(
-        0, "first steps, in which the learning rate rises linearly to --lr, scaled by --lr-scale", at_least(0)
+        0, "number of first steps, in which the learning rate rises linearly to --lr, scaled by --lr-scale", at_least(0)
     )
     lr_step: int | None = fixed_setting(None, "with --schedule step: optimizer steps between drops", at_least(1))
     lr_milestones: str | None = fixed_setting(

@@ -1,9 +1,9 @@
 """Collective operations except ``allreduce``, with Horovod's names and arguments; ``mpi_ops`` exports them.
 
-Calls without a ``name`` are matched by their order, for each kind of call and each process set. All functions raise
-ValueError or TypeError for a wrong argument, before they send anything. (For a wrong ``op``, ``reducescatter`` raises
-HorovodInternalError.) They raise HorovodInternalError if the ranks' calls do not match, a rank failed, or Horovod was shut
-down or is not initialized.
+Calls without a ``name`` are matched by their order, for each kind of call and each process set. For a wrong argument, the
+functions raise ValueError or TypeError before they send anything. But for a wrong ``op``, ``reducescatter`` raises
+HorovodInternalError, and ``sparse_allreduce_async`` checks neither ``op`` nor the layout of its tensor. All functions raise
+HorovodInternalError if the ranks' calls do not match, a rank failed, or Horovod was shut down or is not initialized.
 """
 
 from __future__ import annotations
@@ -191,9 +191,9 @@ def sparse_allreduce_async(
     values = allgather_async(tensor._values(), f"{name}.values", process_set)
 
     def result() -> torch.Tensor:
-        summed, where = synchronize(values), synchronize(indices)
-        averaged = summed / len(process_set.ranks or []) if op == Average else summed
-        return torch.sparse_coo_tensor(where.t(), averaged, tensor.shape, check_invariants=False)
+        gathered, where = synchronize(values), synchronize(indices)
+        scaled = gathered / len(process_set.ranks or []) if op == Average else gathered
+        return torch.sparse_coo_tensor(where.t(), scaled, tensor.shape, check_invariants=False)
 
     return result
 
@@ -201,14 +201,14 @@ def sparse_allreduce_async(
 def join(device: int = -1, divide_by: str = "initial") -> int:
     """Report that this rank has no more data; block until all ranks have joined, and return the rank that joined last.
 
-    Until then this rank contributes the identity element to the other ranks' allreduces (zero for a sum; Horovod uses
-    zero for a minimum too), and zeros to the gradients of ``DistributedOptimizer``. A barrier does not wait for this
-    rank. All other operations, such as ``reducescatter``, fail on the ranks that call them.
+    Until then this rank contributes the identity element to the other ranks' allreduces (zero for a sum; the largest
+    value for a minimum, where Horovod uses zero), and zeros to the gradients of ``DistributedOptimizer``. A barrier does
+    not wait for this rank. All other operations, such as ``reducescatter``, fail on the ranks that call them.
 
     Args:
         device: ignored; accepted because Horovod accepts it.
-        divide_by: whether the divisor of averages counts this rank until all ranks have joined: yes with ``"initial"``,
-            as on Horovod; no with ``"active"``.
+        divide_by: the divisor of averages until all ranks have joined. ``"initial"`` counts this rank, as in Horovod;
+            ``"active"`` does not.
 
     Raises:
         ValueError: ``divide_by`` is neither of these values.

@@ -41,7 +41,7 @@ def is_iterable(value: Any) -> bool:
 
 
 def extension_available(framework: str, verbose: bool = False) -> bool:
-    """Return whether ``horovod.FRAMEWORK`` can be imported: only ``horovod.torch`` has a counterpart in dualtrain."""
+    """Return whether ``horovod.FRAMEWORK`` can be imported: torch is the only framework that dualtrain supports."""
     return framework == "torch"
 
 

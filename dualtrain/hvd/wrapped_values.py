@@ -29,8 +29,8 @@ class _WrappedValue:
 def values_of(optimizer: torch.optim.Optimizer, base: type) -> dict[str, Any]:
     """Return a ``_WrappedValue`` by name for each attribute of ``optimizer``'s class that must be read from ``optimizer``.
 
-    These are plain values, such as defaults of attributes, and methods that the object ``optimizer`` replaces by its own
-    attributes. All other methods run with the wrapper as ``self``, so that ``self.step()`` in them calls the wrapper's
+    These are plain values, such as defaults of attributes, and methods that an instance attribute of ``optimizer``
+    overrides. All other methods run with the wrapper as ``self``, so that ``self.step()`` in them calls the wrapper's
     ``step``. Names that ``base``, the wrapper's own class, defines are left out, and so are names that begin with ``__``.
     """
     kind, own = type(optimizer), vars(optimizer)

@@ -28,7 +28,7 @@ def place_ranks(
     Args:
         store: the job's store, without keys of earlier worlds.
         world: this process's rank and size.
-        limit: when to stop waiting for the others: the seconds to show in messages, and the value of
+        limit: the end of the wait for the other ranks, as two numbers: the seconds to show in messages, and the value of
             ``time.monotonic()`` at which the wait ends.
         backend: name of the backend that this rank will use.
         obstacle: see :func:`dualtrain.rendezvous.reachability.check_all_reachable`.

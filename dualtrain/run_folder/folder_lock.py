@@ -45,7 +45,8 @@ class FolderLock:
 
     Attributes:
         job: the name of this process's job; empty if unknown.
-        run: the name of the job that had made or last resumed the run when the folder was locked; empty if unknown.
+        run: name of the job to which the folder's run belonged when this process locked the folder; empty if unknown.
+            This job had made the run, or had resumed it last.
         generation: the number of this process's generation; 0 without a folder.
     """
 
@@ -69,8 +70,8 @@ class FolderLock:
         Args:
             folder: the run's folder.
             limit: the longest wait, in seconds, even if several processes use the folder one after another.
-            waits: whether to wait until a running process ends: at most ``WAIT_SECONDS``, or ``RENEWALS`` renewals if
-                it is on another host.
+            waits: whether to wait until a running process ends. The wait takes at most ``WAIT_SECONDS``, or ``RENEWALS``
+                renewals if that process is on another host.
 
         Raises:
             UserError: another process uses the folder; the message names that process.
@@ -81,7 +82,7 @@ class FolderLock:
             self._try(folder, wait)
 
     def _try(self, folder: Path, wait: _Wait) -> None:
-        """Make the next generation, unless another process is faster."""
+        """Wait until the newest generation's process has left; make the next generation, unless a process is faster."""
         number = generation.newest(folder)
         before = wait.await_end(number) if number else None
         run = before.run if before else ""
@@ -128,7 +129,7 @@ class FolderLock:
             number = generation.newest(self._folder)
             other = generation.look(self._folder, number) if number else None
             raise SupersededError(
-                f"{other or 'another process'} took over {str(self._folder)!r}, since this process had not renewed "
+                f"{other or 'another process'} took over {str(self._folder)!r}, because this process had not renewed "
                 f"generation {self.generation} for {RENEWALS * RENEW_SECONDS:g} s: this process ends, and changes "
                 "nothing in the folder",
                 transient=True,
@@ -225,7 +226,7 @@ class _Wait:
         self._began = self._changed = time.monotonic()
         self._renewals, self._last, self._warned = 0, b"", False
         owner = None
-        while (seen := generation.look(self._folder, number)) is not None:  # None: a newer generation removed the file
+        while (seen := generation.look(self._folder, number)) is not None:  # None: removed for a newer generation
             owner = seen.owner
             if self._has_left(seen):
                 break

@@ -43,7 +43,8 @@ def replicate(module: _Module, device: torch.device, output_device: int | None =
     """Replicate ``module``, a model or a ``WithLoss``, on all GPUs that this process sees.
 
     Inputs on ``device`` are split as by ``Tensor.chunk``: into equal parts, except that the last may be smaller. A small
-    batch can leave some GPUs without samples. Only the first part updates buffers (running statistics of BatchNorm).
+    batch can leave some GPUs without samples. Only the first part changes the module's buffers (running statistics of
+    BatchNorm).
 
     Args:
         module: a module with its parameters on ``device``.

@@ -2,9 +2,11 @@
 
 This file is also a program, which imports no other module of dualtrain, so that it starts quickly:
 
-usage: python cleaner.py MARK FOLDER...
+usage: python cleaner.py VALUE FOLDER...
 
-It waits until its standard input ends, which happens when ``--prove`` closes the pipe or is killed.
+VALUE is the value that the environment variable DUALTRAIN_PROVE_RUN (``MARK`` below) has in the runs' processes.
+
+The program waits until its standard input ends, which happens when ``--prove`` closes the pipe or is killed.
 """
 
 from __future__ import annotations
