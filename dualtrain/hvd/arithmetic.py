@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from fractions import Fraction
 
@@ -42,8 +43,8 @@ def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
     16-bit floats are multiplied in 32 bits and rounded once. Integers are multiplied by a whole factor exactly. For any
     other factor, integers are converted to 64-bit floats (int64 values of magnitude 2**53 or more to fractions), and
-    the product is truncated toward zero. A product that does not fit into int64 is undefined, and raises no error. A bool
-    is true if its product is not 0.
+    the product is truncated toward zero. A product that does not fit into the dtype, or is not a number, is undefined, and
+    raises no error. A bool is true if its product is not 0.
     """
     if factor == 1:
         return tensor
@@ -56,10 +57,10 @@ def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def _scaled_integers(tensor: torch.Tensor, factor: float) -> torch.Tensor:
-    if factor.is_integer():
+    if factor.is_integer() and abs(factor) < _INT64:
         return tensor * int(factor)
     result = (tensor.double() * factor).trunc().to(tensor.dtype)
-    if tensor.dtype == torch.int64:
+    if tensor.dtype == torch.int64 and math.isfinite(factor):
         # A double represents integers exactly only up to magnitude 2**53: multiply larger ones one by one, as fractions.
         exact = _fraction(factor)
         for index in ((tensor >= _EXACT_IN_DOUBLE) | (tensor <= -_EXACT_IN_DOUBLE)).nonzero():
@@ -88,7 +89,7 @@ def finished(total: torch.Tensor, op: int, divisor: int, factor: float) -> torch
         return scaled(total, factor)
     if factor == 1:
         return average_(total, divisor)
-    if not (total.is_floating_point() or total.is_complex()):
+    if math.isfinite(factor) and not (total.is_floating_point() or total.is_complex()):
         numerator, denominator = _fraction(factor).as_integer_ratio()
         largest = max(int(total.max()), -int(total.min())) if total.numel() else 0
         if denominator * divisor < _INT64 and largest * abs(numerator) < _INT64:  # exact in int64

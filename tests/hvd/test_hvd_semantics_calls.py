@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from math import inf
+from math import inf, nan
 
 import numpy
 import pytest
@@ -121,7 +121,9 @@ def test_integer_averages_with_a_factor_are_exact():
     large = torch.tensor([3 * 2**55, -3 * 2**55])
     assert scaled(large, 1 / 3).tolist() == [2**55, -(2**55)]
     assert scaled(torch.tensor([-(2**63)]), 1 / 3).tolist() == [-(2**63 // 3)]  # its absolute value does not fit into int64
-    assert scaled(torch.tensor([-(2**63), 2**62]), 2.5).shape == (2,)  # the products do not fit: no error
+    for factor in (2.5, 1e30, -1e19, inf, nan):  # the products do not fit: no error
+        for values in (torch.tensor([-(2**63), 2**62]), torch.tensor([3, -(2**31)], dtype=torch.int32)):
+            assert scaled(values, factor).shape == finished(values, Average, 2, factor).shape == (2,)
 
 
 def without_a_dimension(backend):
