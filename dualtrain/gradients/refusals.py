@@ -193,7 +193,8 @@ class Refusals:
         """Return, on every rank, whether the ranks must refuse the exchange that has ended.
 
         They must if the sum of the flags is NaN: see :class:`Refusals`.
-        With gradients on a GPU, the CPU reads the flag only if it waits for the exchange anyway. If it does not, a
+        If some ranks have no shards, the ranks compare their reasons instead; this is collective and blocks. Otherwise,
+        with gradients on a GPU, the CPU reads the flag only if it waits for the exchange anyway. If it does not, a
         refusal raises BackendError instead: at once on the rank that has the reason, one step later on the others.
         """
         if not buckets:
@@ -225,13 +226,13 @@ class Refusals:
 
         Ranks that keep the layout wait for these buckets. The flag reports that this rank leaves the layout. The first
         ``sent`` buckets were sent already. Does nothing if the gradients are on a GPU and the CPU does not wait for the
-        exchange, since the other ranks then do not compare reasons.
+        exchange, since the other ranks then do not compare reasons, except if some ranks have no shards.
 
         Raises:
             BackendError: on every rank, if some ranks keep the layout, or if a gradient was replaced by its sum on some
                 ranks only. These ranks no longer have their own gradient, so they cannot send it in the new layout.
         """
-        if not buckets or not (self.flag.is_cpu or cpu_waits):
+        if not buckets or not (self.flag.is_cpu or cpu_waits or self.has_idle_ranks):
             return
         replaced = [slot.name for bucket in buckets[:sent] for slot in bucket.memory.slots_inside()]
         for bucket in buckets[sent:]:
