@@ -31,8 +31,10 @@ def match_buffers(average: nn.Module, model: nn.Module) -> None:
     Forward passes may register, replace or remove buffers, of either model. ``AveragedModel.update_parameters`` pairs the
     buffers of the two models by position.
     """
+    if _buffers(average) == _buffers(model):
+        return
     modules = dict(average.named_modules())
-    copies: dict[int, torch.Tensor] = {}  # id of a model's buffer → its copy: a buffer of several modules has one copy
+    copies: dict[int, torch.Tensor] = {}  # id of a model's buffer → its copy: one for each buffer, of several modules too
     for path, module in model.named_modules():
         copied = modules.get(path)
         # ``_buffers`` is private, and the same in torch 2.5 to 2.15: named_buffers() leaves out buffers that are None.
@@ -54,12 +56,17 @@ def match_buffers(average: nn.Module, model: nn.Module) -> None:
                 setattr(copied, name, buffer)
 
 
+def _buffers(model: nn.Module) -> list[tuple[str, torch.Size]]:
+    return [(name, buffer.shape) for name, buffer in model.named_buffers()]
+
+
 def _copy_of(buffer: torch.Tensor | None, old: torch.Tensor | None, copies: dict[int, torch.Tensor]) -> torch.Tensor | None:
-    """Return the copy of ``buffer`` in ``copies``; else add ``old`` if it has the same shape, or a new copy."""
+    """Return the copy of ``buffer`` in ``copies``; else add ``old`` if it is unused and has the same shape, or a copy."""
     if buffer is None:
         return None
     if id(buffer) not in copies:
-        copies[id(buffer)] = old if old is not None and old.shape == buffer.shape else buffer.detach().clone()
+        usable = old is not None and old.shape == buffer.shape and all(old is not used for used in copies.values())
+        copies[id(buffer)] = old if old is not None and usable else buffer.detach().clone()
     return copies[id(buffer)]
 
 

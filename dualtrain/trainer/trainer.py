@@ -161,8 +161,6 @@ class Trainer:
         self._epochs = 0  # epochs that fit() has completed
         self._steps = 0  # steps since the construction, or since a state was loaded
         self._closed = False
-        #: The model's buffers when those of ``ema`` were matched to them; ``None`` if they must be matched anew.
-        self._matched: list[tuple[str, torch.Size]] | None = None
         self.ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(ema)) if ema is not None else None
 
     @property
@@ -273,10 +271,7 @@ class Trainer:
         if self.ema is not None:
             # A forward pass may have made buffers that ``ema`` lacks, and update_parameters() pairs the buffers of the two
             # models by position.
-            buffers = [(name, buffer.shape) for name, buffer in self.model.named_buffers()]
-            if buffers != self._matched:
-                match_buffers(self.ema.module, self.model)
-                self._matched = buffers
+            match_buffers(self.ema.module, self.model)
             self.ema.update_parameters(self.model)
             copy_extra_state(self.ema.module, self.model)
 
@@ -433,7 +428,6 @@ class Trainer:
             BackendError: the ranks' buffers differ in names or shapes, a rank failed, or the timeout passed.
         """
         self._compare_weights()
-        self._matched = None  # the averaged model's forward pass may make buffers
         model, forward = self.evaluated, self._forward
         averaged: AbstractContextManager[None] = nullcontext()
         if self.ema is not None and wraps(forward, self.model):

@@ -438,6 +438,45 @@ def test_averaged_weights_leave_out_buffers_that_only_an_evaluation_creates():
             assert torch.equal(trainer.evaluated.norm.running_var, model.norm.running_var)
 
 
+def test_averaged_weights_leave_out_buffers_that_the_programs_own_evaluation_creates():
+    model = Masked()
+    with connect("local") as backend:
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, ema=0.9)
+        average = trainer.evaluated
+        for number in range(3):
+            trainer.step([batch(number)], 6)
+            assert torch.equal(average.norm.running_var, model.norm.running_var)
+            average.eval()(batch(number)[0])
+            assert average.mask is not None
+
+
+class Untied(nn.Module):
+    """Its first forward pass replaces one of two buffers that are the same tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+        self.first, self.second = nn.Module(), nn.Module()
+        self.first.register_buffer("scale", torch.ones(3))
+        self.second.register_buffer("scale", self.first.scale)
+
+    def forward(self, x):
+        self.second.scale = torch.full((3,), 2.0)
+        return self.linear(x) * self.first.scale * self.second.scale
+
+
+def test_averaged_weights_follow_buffers_that_were_one_tensor():
+    model = Untied()
+    with connect("local") as backend:
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, ema=0.9)
+        for number in range(2):
+            trainer.step([batch(number)], 6)
+        assert {name: b.tolist() for name, b in trainer.evaluated.named_buffers()} == {
+            "first.scale": [1.0] * 3,
+            "second.scale": [2.0] * 3,
+        }
+
+
 def test_averaged_weights_are_refused_after_a_change_of_the_models_layers():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with connect("local") as backend:
