@@ -8,7 +8,7 @@ ranks set.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -29,20 +29,29 @@ _THREADS = "torch.get_num_threads()"
 
 
 def compare_weights(
-    backend: Backend, model: nn.Module, groups: Sequence[dict[str, Any]], values: Mapping[str, Any]
+    backend: Backend,
+    model: nn.Module,
+    groups: Sequence[dict[str, Any]],
+    values: Mapping[str, Any],
+    check: Callable[[], None] | None = None,
 ) -> None:
     """Compare ``values``, and the parameters and learning rates in ``groups``, between the ranks. Collective; blocks.
+
+    ``check``, if given, is called first. An error that it raises is raised on every rank.
 
     Rounding differs between ranks that have different processors or numbers of threads, and on GPUs, on which some
     operations add in a random order. In these cases, parameters that agree in half of their digits cause only a warning.
 
     Raises:
-        RanksDifferError: on every rank; names what differs.
+        RanksDifferError: on every rank; names what differs, or the ranks on which ``check`` has raised an error.
+        UserError: on every rank, if ``check`` has raised the same error on all of them.
     """
     own: dict[str, Any] = {}
     parameters: dict[str, nn.Parameter] = {}
 
     def read() -> dict[str, Any]:
+        if check is not None:
+            check()
         own.update(values, lr=Text(describe([group.get("lr") for group in groups])))
         parameters.update(_named(model, groups))
         return {**own, **checksums(parameters), _THREADS: torch.get_num_threads(), **processor(backend)}

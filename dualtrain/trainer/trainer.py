@@ -11,6 +11,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -244,10 +245,11 @@ class Trainer:
         Raises:
             UserError: the model has other parameters than its average.
         """
-        if self.ema is not None:
-            check_parameters(self.ema.module, self.model)
+        check = None if self.ema is None else partial(check_parameters, self.ema.module, self.model)
         if not self._closed:  # otherwise the model may be trained by other means
-            compare_weights(self.backend, self.model, self.optimizer.param_groups, values)
+            compare_weights(self.backend, self.model, self.optimizer.param_groups, values, check)
+        elif check is not None:
+            check()
 
     def _update(self, factor: float) -> None:
         """Multiply the gradients, which are the same on every rank, by ``factor``; clip them; step."""

@@ -477,6 +477,20 @@ def test_averaged_weights_follow_buffers_that_were_one_tensor():
         }
 
 
+def changes_layers_on_one_rank(backend) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, ema=0.9)
+    trainer.step([batch()], 6)
+    if backend.rank == 1:
+        model.append(nn.Linear(4, 4))
+    with pytest.raises(RanksDifferError, match=r"rank 1: the model's parameters have changed .*'2\.weight'"):
+        trainer.evaluate([batch()])
+
+
+def test_a_change_of_the_models_layers_on_one_rank_is_refused_on_all():
+    run_threads(2, changes_layers_on_one_rank)
+
+
 def test_averaged_weights_are_refused_after_a_change_of_the_models_layers():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     with connect("local") as backend:
