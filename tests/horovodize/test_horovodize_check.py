@@ -2118,6 +2118,17 @@ def test_checking_a_folder_reads_only_its_files_that_import_horovod(tmp_path, ca
     assert last == "2 files read: 2 traps; --fix repairs 2 of them"
 
 
+def test_a_model_is_compared_with_the_optimizers_of_all_files(tmp_path):
+    one, two = tmp_path / "one.py", tmp_path / "two.py"
+    one.write_text(
+        "import torch\nfrom two import wrap\nmodel = torch.nn.Linear(1, 1)\noptimizer = wrap(model)\nmodel(x).backward()\n"
+        "for p in model.parameters():\n    p.grad.mul_(2)\noptimizer.step()\n"
+    )
+    two.write_text(f"import horovod.torch as hvd\ndef wrap(model):\n    {WRAP}    return optimizer\n")
+    found = BY_NAME["clip_before_synchronize"](parse_scripts([str(one), str(two)])[str(one)][1])
+    assert [finding.line for finding in found] == [7]
+
+
 @pytest.mark.parametrize(
     "line",
     [

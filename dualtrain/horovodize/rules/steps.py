@@ -185,8 +185,10 @@ def _is_of_another_optimizer(source: Source, clip: Event) -> bool:
 def _is_of_unwrapped_model(source: Source, event: Event) -> bool:
     """Return whether ``event`` is in a loop over the parameters of a model that certainly no wrapped optimizer has."""
     known = [models_of_optimizer(source, wrap) for _, wrap in source.wraps]
+    if event.kind == "clip" or not known or not all(known) or any(file.wraps for file in source.files[1:]):
+        return False
     here = (source.tree, source.scope(event.node))
-    if event.kind == "clip" or not all(known) or any(source.scope(wrap) not in here for _, wrap in source.wraps):
+    if any(source.scope(wrap) not in here for _, wrap in source.wraps):
         return False
     for loop in source.around(event.node, ast.For):
         owner = owner_of(loop.iter, "parameters", "named_parameters")
