@@ -14,6 +14,8 @@ from dualtrain.horovodize.source import Source
 _METHODS = ("add_", "clamp_", "clamp_max_", "clamp_min_", "clip_", "div_", "mul_", "sub_")
 #: Names of functions that run backward passes or steps, and so may average gradients.
 _PASSES = re.compile(r"backward|^step$")
+#: Attributes and methods of a tensor whose results do not depend on the tensor's elements.
+_METADATA = re.compile(r"(device|dim|dtype|is_\w+|layout|ndim|new_\w+|numel|shape|size|type)$")
 
 
 def is_change(source: Source, node: ast.AST) -> bool:
@@ -37,8 +39,8 @@ def is_change(source: Source, node: ast.AST) -> bool:
 def is_update(source: Source, node: ast.AST) -> bool:
     """Return whether ``node`` changes a parameter by its own gradient, as in ``p.data.add_(p.grad, alpha=-0.1)``.
 
-    ``node`` may be a call of a method, an augmented assignment, or an assignment to ``p.data``. It must call no function
-    that may average gradients.
+    ``node`` may be a call of a method, an augmented assignment, or an assignment to ``p.data``. It must use elements of the
+    gradient, and must call no function that may average gradients.
     """
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS:
         target, used = node.func.value, [*node.args, *(word.value for word in node.keywords)]
@@ -51,8 +53,20 @@ def is_update(source: Source, node: ast.AST) -> bool:
     if isinstance(target, ast.Attribute) and target.attr == "data":
         target = target.value
     gradients = (part for value in used for part in ast.walk(value) if isinstance(part, ast.Attribute))
-    own = any(ast.unparse(part) == f"{ast.unparse(target)}.grad" and _is_gradient(source, part) for part in gradients)
-    return own and not _may_average(node)
+    own = (part for part in gradients if ast.unparse(part) == f"{ast.unparse(target)}.grad" and _is_gradient(source, part))
+    return any(_reads_elements(source, part) for part in own) and not _may_average(node)
+
+
+def _reads_elements(source: Source, gradient: ast.Attribute) -> bool:
+    """Return False for ``p.grad.shape``, ``torch.randn_like(p.grad)``, ``p.grad is None`` and similar expressions."""
+    node: ast.AST = gradient
+    while isinstance(above := source.parents[node], ast.Attribute) and above.attr == "data":
+        node = above
+    if isinstance(above, ast.Attribute):
+        return not _METADATA.match(above.attr)
+    if isinstance(above, ast.Compare):
+        return not isinstance(above.ops[0], ast.Is | ast.IsNot)
+    return not (isinstance(above, ast.Call) and last_name(above.func).endswith("_like"))
 
 
 def changing_functions(source: Source) -> set[str]:

@@ -29,6 +29,7 @@ NAMED = (
     "def rises(epoch):\n    if epoch < 5:\n        return (epoch + 1) / 5\n    return 1\n"
 )
 WRAP = "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())\n"
+PASS = f"{WRAP}def again():\n    optimizer.zero_grad()\n    model(x).backward()\nloss.backward()\n"
 DICTS = (
     "parts = ['train', 'val']\n"
     "s = {x: torch.utils.data.DistributedSampler(d[x], 2, 0) for x in parts}  # HERE\n"
@@ -1308,6 +1309,22 @@ CASES = [
             ("p.sub_(rate * p.grad)", "total += p.grad.norm()", ""),
             ("p.data = p - rate * p.grad", "p.data = p - rate * p.data", ""),
             ("p.data.add_(other=-0.1 * p.grad)", "p.data.add_(hvd.allreduce(p.grad))", ""),
+            ("p.data.mul_(p.grad > 0)", "p.data.mul_(0.9 if p.grad is not None else 1)", ""),
+            ("p.data.add_(p.grad.sign())", "p.data.add_(torch.randn_like(p.grad.data))", ""),
+            ("p.data += p.grad.data.norm()", "p.data += noise.to(p.grad.data.device)", ""),
+        )
+    ),
+    *(
+        (
+            "clip_before_synchronize",  # no finding if the update may be undone
+            f"{PASS}for p in model.parameters():\n    p.data.add_(p.grad)  # HERE\nlog(loss)\noptimizer.step()",
+            f"{PASS}for p in model.parameters():\n    p.data.add_(p.grad)\n{line}\noptimizer.step()",
+        )
+        for line in (
+            "again()",
+            "model.load_state_dict(old)",
+            "for p in model.parameters():\n    p.data.sub_(p.grad)",
+            "for p in model.parameters():\n    p.data = old[p]",
         )
     ),
     *(

@@ -28,6 +28,8 @@ def clip_before_synchronize(source: Source) -> Iterator[Finding]:
                 continue
             if _is_for_one_process(source, events, event) or _is_of_unwrapped_model(source, event):
                 continue
+            if event.kind == "update" and _may_be_undone(source, events, number):
+                continue
             later = [one for one in until_backward(events, number) if not source.exclusive(event.node, one.node)]
             if any(one.kind in STEPS for one in later) and not _may_be_averaged(source, events, number):
                 message = f"{_early(event)}; {_CURE}"
@@ -194,6 +196,31 @@ def _is_of_unwrapped_model(source: Source, event: Event) -> bool:
         owner = owner_of(loop.iter, "parameters", "named_parameters")
         if owner is not None and is_new_model(source, owner):
             return not any(are_related(source, ast.unparse(owner), model) for models in known for model in models)
+    return False
+
+
+#: Methods by which a script may set parameters to their earlier values.
+_RESTORES = ("add_", "copy_", "load_state_dict", "sub_")
+
+
+def _may_be_undone(source: Source, events: list[Event], number: int) -> bool:
+    """Return whether a change of parameters may only be for a further loss, as in sharpness-aware minimization.
+
+    Before the next step, the parameters may be changed again, or a function of the script may run a backward pass.
+    """
+    event = events[number]
+    later = [one for one in until_backward(events, number) if not source.exclusive(event.node, one.node)]
+    if any(one.kind == "update" for one in (*(since_backward(source, events, number) or ()), *later)):
+        return True
+    step = next((one.node for one in later if one.kind in STEPS), event.node)
+    loops = [loop for loop in source.around(event.node, ast.For) if loop not in source.above(step)]
+    first, scope = (loops[-1] if loops else event.node).end_lineno or 0, source.scope(event.node)
+    passes = {name for file in source.files for name, names in file.called_names if "backward" in names}
+    for node in source.nodes:
+        if isinstance(node, ast.Assign | ast.Call) and first < node.lineno < step.lineno and source.scope(node) is scope:
+            name = last_name(node.targets[0] if isinstance(node, ast.Assign) else node.func)
+            if name in passes or name in (("data",) if isinstance(node, ast.Assign) else _RESTORES):
+                return True
     return False
 
 
