@@ -43,7 +43,7 @@ def _library() -> Any:
         import horovod.torch as hvd
     except ImportError as error:
         raise UserError(
-            f"Horovod cannot be imported in this environment ({error}): {INSTALL}; without it, --backend torch under "
+            f"Horovod is not installed in this environment ({error}): {INSTALL}; without it, --backend torch under "
             "torchrun trains the same model"
         ) from error
     return hvd
