@@ -5,9 +5,9 @@ from __future__ import annotations
 from dualtrain.training.signals import (
     end_on_early_interrupt,
     ignore_late_requests,
+    install,
     interrupt,
     interrupted,
-    is_ignored,
     note_early_requests,
 )
 
@@ -23,6 +23,7 @@ import threading
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -132,12 +133,8 @@ def _train(config: Config, backend: Backend) -> int:
     interrupted.clear()
     if backend.watch is not None:
         backend.watch.on_peer_failure = lambda failure: _report_peer_failure(failure, backend, reported)
-
-    def leave_on_signal(number: int, frame: FrameType | None) -> None:
-        _leave_on_signal(number, reported)
-
-    handlers = {signal.SIGTERM: leave_on_signal, signal.SIGHUP: leave_on_signal, signal.SIGINT: interrupt}
-    earlier = {number: signal.signal(number, each) for number, each in handlers.items() if not is_ignored(number)}
+    on_signal = partial(_leave_on_signal, reported)
+    earlier = install({signal.SIGTERM: on_signal, signal.SIGHUP: on_signal, signal.SIGINT: interrupt})
     try:
         train(config, backend)
     except BaseException as error:
@@ -238,7 +235,7 @@ def _report_peer_failure(failure: PeerFailure, backend: Backend, reported: threa
     reported.set()
 
 
-def _leave_on_signal(number: int, reported: threading.Event) -> None:
+def _leave_on_signal(reported: threading.Event, number: int, frame: FrameType | None) -> None:
     """Exit on SIGTERM or SIGHUP before or after the training loop, which has its own handler.
 
     Launchers send SIGTERM when a rank has failed, so first wait until the failure is printed.

@@ -28,7 +28,7 @@ from dualtrain.training.signals import (
     STOP_SIGNALS,
     end_on_early_interrupt,
     ignore_late_requests,
-    is_ignored,
+    install,
     note_early_requests,
     take_early_request,
 )
@@ -290,8 +290,7 @@ def _signals() -> Iterator[int]:
 
     # Set the pipe before the handlers: a signal that arrives between these calls must not be lost.
     earlier_outbox = signal.set_wakeup_fd(outbox, warn_on_full_buffer=False)
-    numbers = [number for number in (*JOB_SIGNALS, signal.SIGCHLD) if not is_ignored(number)]
-    earlier = {number: signal.signal(number, note) for number in numbers}
+    earlier = install(dict.fromkeys((*JOB_SIGNALS, signal.SIGCHLD), note))
     try:
         yield inbox
     finally:

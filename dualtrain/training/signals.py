@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -14,6 +15,7 @@ from dualtrain.errors import StoppedError, UserError
 
 # Import nothing else here: until this module is imported, a Ctrl-C ends the program with a traceback.
 
+Handler = Callable[[int, FrameType | None], None]
 #: The signals that save the run and end it. The system sends SIGHUP when the terminal of a run is closed.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 #: The signals that have a control flag of a step, in this order. The first two end the run, the last one only saves a
@@ -33,6 +35,11 @@ _early: list[bool] = []
 def is_ignored(number: int) -> bool:
     """Return whether ``number`` is SIGHUP and this process ignores it, as under ``nohup``: install no handler then."""
     return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+
+
+def install(handlers: Mapping[signal.Signals, Handler]) -> dict[signal.Signals, Any]:
+    """Install the signals' handlers, except for signals that :func:`is_ignored` returns; return the earlier handlers."""
+    return {number: signal.signal(number, handler) for number, handler in handlers.items() if not is_ignored(number)}
 
 
 def end_on_early_interrupt() -> None:
@@ -108,18 +115,14 @@ class Signals:
 
     def __init__(self) -> None:
         self._noted: dict[int, float] = {}
-        self._earlier: dict[int, Any] = {}
+        self._earlier: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
         if interrupted.is_set():  # other code, such as an import, has caught the KeyboardInterrupt
             interrupted.clear()
             self._noted[signal.SIGINT] = time.monotonic()
         if threading.current_thread() is threading.main_thread():
-            self._earlier = {
-                number: signal.signal(number, self._note)
-                for number in (*STOP_SIGNALS, signal.SIGUSR1)
-                if not is_ignored(number)
-            }
+            self._earlier = install(dict.fromkeys((*STOP_SIGNALS, signal.SIGUSR1), self._note))
             if take_early_request():
                 self._noted[signal.SIGUSR1] = time.monotonic()
         return self
