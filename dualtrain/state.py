@@ -153,7 +153,7 @@ def _average_buffers(
 
     ``counted`` has the number of ranks in this part, and whether this rank is one of them.
     """
-    for chunk in _chunks([dense(buffer) for _, buffer in named]):
+    for chunk in _chunks([buffer for _, buffer in named]):
         packed = torch.cat([b.reshape(-1).to(torch.float64) for b in chunk])
         if counted is None:
             packed = backend.allreduce_(packed, name="buffers")
