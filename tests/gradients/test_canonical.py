@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -138,6 +139,12 @@ def compute_shards(optimizer, model, mine):
             optimizer.reducer.add_shard()
 
 
+def take_step(optimizer, model, mine):
+    compute_shards(optimizer, model, mine)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def steps_with_a_closure(backend):
     p = nn.Parameter(torch.zeros(2))
     optimizer = DistributedOptimizer(torch.optim.SGD([p], lr=0.0), backend=backend, sum_order="canonical")
@@ -182,11 +189,7 @@ def one_changes_its_layout(backend):
     model = perceptron()
     model[0].weight.requires_grad_(False)
     optimizer, mine = with_four_shards(model, backend)
-
-    def step():
-        compute_shards(optimizer, model, mine)
-        optimizer.step()
-        optimizer.zero_grad()
+    step = partial(take_step, optimizer, model, mine)
 
     step()
     model[0].weight.requires_grad_(backend.rank == 1)
@@ -204,11 +207,7 @@ def idle_rank_differs(backend, change):
     model = perceptron()
     model[0].bias.requires_grad_(False)
     optimizer, mine = with_four_shards(model, backend)
-
-    def step():
-        compute_shards(optimizer, model, mine)
-        optimizer.step()
-        optimizer.zero_grad()
+    step = partial(take_step, optimizer, model, mine)
 
     step()
     if backend.rank != 4:
