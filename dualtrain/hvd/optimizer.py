@@ -311,16 +311,33 @@ class _Optimizer(NativeOptimizer):
                 loss = closure()
             if self.reducer is None:
                 return loss
-            self._combine(self.reducer)
+            if self._must_combine(self.reducer):
+                self._combine(self.reducer)
+            self._synchronized = False
             return combined_loss(loss, self.average_over_ranks)
 
         return evaluate
 
+    def _must_combine(self, reducer: HorovodReducer) -> bool:
+        """Return whether to combine the gradients after a closure. Collective."""
+        if self._should_synchronize:
+            return True
+        # In skip_synchronize(), a closure synchronizes by itself, as those of Lightning 1.x do. It may set gradients to
+        # None afterwards, or run no backward: the optimizer must then find None, not zeros.
+        mine = self.has_local_gradients()
+        if self._synchronized:
+            return mine
+        reducer.enter_world()  # sets the name of the call
+        return bool(self._over_ranks(torch.tensor([float(mine)], device="cpu"), "local").item())
+
     def average_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Average ``values`` over the ranks; with ``op=Sum``, add them. Collective; blocks."""
+        return self._over_ranks(values, "loss")
+
+    def _over_ranks(self, values: torch.Tensor, name: str) -> torch.Tensor:
         assert self.reducer is not None
-        name, op = f"{self.reducer.channel_name}.loss", Sum if self.op == Sum else Average
-        return allreduce(values, name=name, op=op, process_set=self.process_set)
+        op = Sum if self.op == Sum else Average
+        return allreduce(values, name=f"{self.reducer.channel_name}.{name}", op=op, process_set=self.process_set)
 
     def has_local_gradients(self) -> bool:
         """Return whether a backward pass has run, or an exchange has begun, since gradients were last combined."""

@@ -544,6 +544,66 @@ def test_predivided_groups_and_closure_losses_differ_from_horovods(real):
     real(groups_and_closures)
 
 
+def closures_that_synchronize(backend):
+    """Step with closures as in Lightning 1.x: they synchronize by themselves, or run no backward."""
+    with library(backend) as hvd:
+        p, q = (nn.Parameter(torch.zeros(2)) for _ in "pq")
+        sgd = torch.optim.SGD([p, q], lr=1.0, momentum=0.5)
+        optimizer = hvd.DistributedOptimizer(sgd, [("p", p), ("q", q)], op=hvd.Sum)
+
+        def closure():
+            optimizer.zero_grad()
+            ((hvd.rank() + 1.0) * (p + q).sum()).backward()
+            optimizer.synchronize()
+
+        def closure_without_q():
+            closure()
+            q.grad = None
+
+        found = []
+        with optimizer.skip_synchronize():
+            for call in (closure, closure_without_q, optimizer.zero_grad):
+                optimizer.step(call)
+                found.append((p[0].item(), q[0].item()))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            optimizer.zero_grad()
+            (p + q).sum().backward()
+            optimizer.step()
+        return [*found, (p[0].item(), q[0].item())]
+
+
+@PAIR
+def test_a_closure_may_synchronize_by_itself(real):
+    sums = [(3.0, 3.0), (3.0, None), (None, None), (2.0, 2.0)]
+    model = nn.ParameterList([torch.zeros(()), torch.zeros(())])
+    sgd, expected = torch.optim.SGD(model, lr=1.0, momentum=0.5), []
+    for step in sums:
+        for p, gradient in zip(model, step, strict=True):
+            p.grad = None if gradient is None else torch.tensor(gradient)
+        sgd.step()
+        expected.append(tuple(p.item() for p in model))
+    assert real(closures_that_synchronize) == [expected] * 2
+
+
+def closure_without_synchronize(backend):
+    with library(backend) as hvd:
+        p, optimizer = wrapped(hvd, op=hvd.Sum)
+
+        def closure():
+            if hvd.rank() == 1:
+                p.sum().backward()
+
+        with optimizer.skip_synchronize():
+            optimizer.step(closure)
+        return p[0].item()
+
+
+@OURS_2
+def test_gradients_that_a_closure_leaves_local_are_combined(real):
+    assert real(closure_without_synchronize) == [-1.0] * 2
+
+
 def shared_weight(backend):
     """Train a weight that has two names, and keep its gradient's tensor."""
     with library(backend) as hvd:
