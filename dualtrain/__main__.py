@@ -30,7 +30,7 @@ def main() -> int:
 
     A command that calls ``sys.exit`` sets the exit status. Otherwise, return the exit status: 0 after a command, the help
     or the version; 2 for an unknown command, or if the help or the version cannot be written; 130 after Ctrl-C. But after
-    Ctrl-C in ``horovodize``, raise KeyboardInterrupt.
+    Ctrl-C in a script that ``horovodize`` runs, raise KeyboardInterrupt.
     """
     if sys.path[0] == os.path.dirname(os.path.realpath(sys.argv[0])):
         with suppress(FileNotFoundError):  # the current folder was deleted

@@ -29,7 +29,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
-from dualtrain.console import refuse_on_all, show
+from dualtrain.console import print_error, refuse_on_all, show
 from dualtrain.errors import UserError
 from dualtrain.horovodize.run_script import Program, load_module, load_script
 from dualtrain.launchers import World, detect_world
@@ -40,28 +40,14 @@ def main(arguments: Sequence[str]) -> int:
     first, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
     if first in ("--check", "--fix", "--recorder") and {"-h", "--help"}.intersection(rest):
         first = "--help"
-    if first in ("--check", "--fix", "--prove"):
+    if first in ("--check", "--fix", "--prove", "--recorder"):
         # Python's warnings about the code that it parses, such as an invalid escape sequence, would not name the file.
         warnings.simplefilter("ignore", SyntaxWarning)
-    if first == "--check":
-        from dualtrain.horovodize.check import check
-
-        return check(rest)
-    if first == "--fix":
-        from dualtrain.horovodize.fix import fix
-
-        return fix(rest)
-    if first == "--prove":
         try:
-            from dualtrain.horovodize.prove.command import prove
+            return _run_option(first, rest)
         except KeyboardInterrupt:
-            show("dualtrain: error: interrupted", sys.stderr)
+            print_error("interrupted")
             return 128 + signal.SIGINT
-        return prove(rest)
-    if first == "--recorder":
-        from dualtrain.horovodize.prove.command import print_recorder
-
-        return print_recorder(rest)
     world = World()
     try:
         if first in ("-h", "--help"):
@@ -73,6 +59,21 @@ def main(arguments: Sequence[str]) -> int:
         return refuse_on_all(error, world)
     program.run()
     return 0
+
+
+def _run_option(option: str, arguments: list[str]) -> int:
+    """Run one of ``--check``, ``--fix``, ``--prove`` and ``--recorder``; return the exit status."""
+    if option == "--check":
+        from dualtrain.horovodize.check import check
+
+        return check(arguments)
+    if option == "--fix":
+        from dualtrain.horovodize.fix import fix
+
+        return fix(arguments)
+    from dualtrain.horovodize.prove.command import print_recorder, prove
+
+    return prove(arguments) if option == "--prove" else print_recorder(arguments)
 
 
 def _load(first: str, rest: list[str]) -> Program:

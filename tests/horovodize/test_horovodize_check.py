@@ -11,6 +11,7 @@ from itertools import permutations
 import pytest
 
 from dualtrain.horovodize import folders
+from dualtrain.horovodize.__main__ import main
 from dualtrain.horovodize.check import check, findings
 from dualtrain.horovodize.names import MODULE_NAMES, RUN_UNSUPPORTED
 from dualtrain.horovodize.rules import RULES
@@ -2231,6 +2232,17 @@ def test_a_file_that_is_not_python_is_refused(tmp_path, content, words, capsys):
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert words in err
+
+
+@pytest.mark.parametrize("option", ["--check", "--fix"])
+def test_an_interrupt_while_scripts_are_read_prints_one_line(option, tmp_path, monkeypatch, capsys):
+    def interrupt(text):
+        raise KeyboardInterrupt
+
+    (tmp_path / "script.py").write_text("import horovod.torch as hvd\n")
+    monkeypatch.setattr("dualtrain.horovodize.script_file.Source", interrupt)
+    assert main([option, str(tmp_path / "script.py")]) == 130
+    assert capsys.readouterr() == ("", "dualtrain: error: interrupted\n")
 
 
 def test_check_does_not_import_torch(tmp_path):
