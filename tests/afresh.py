@@ -1,4 +1,4 @@
-"""Forked processes in the state of a new interpreter, for tests of code that uses multiprocessing."""
+"""Forked processes with the signal handlers and descriptors of a new interpreter, for tests of multiprocessing."""
 
 from __future__ import annotations
 

@@ -77,11 +77,20 @@ def test_a_run_that_has_not_ended_is_named(tmp_path, capsys):
     assert (shown.splitlines()[-1], same) == ("2 runs, 0 hashes: a has not ended; b has not ended", False)
 
 
-def test_a_summary_that_cannot_be_read_is_an_error(tmp_path, capsys):
+@pytest.mark.parametrize("flags", [[], ["--one-result"]])
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "holds no finished run (no readable summary.json)"),
+        ("[1]", "has a summary.json without a usable backend"),
+        (json.dumps({**SUMMARY, "weights_sha256": None}), "has a summary.json without a usable weights_sha256"),
+    ],
+)
+def test_a_summary_that_cannot_be_used_is_an_error(flags, content, reason, tmp_path, capsys):
     damaged = write(tmp_path / "b")
-    (tmp_path / "b" / "summary.json").write_text("{")
-    assert main(["--one-result", write(tmp_path / "a"), damaged]) == 2
-    assert "holds no finished run (no readable summary.json)" in capsys.readouterr().err
+    (tmp_path / "b" / "summary.json").write_text(content)
+    assert main([*flags, write(tmp_path / "a"), damaged]) == 2
+    assert f"{damaged!r} {reason}: name the folder of a finished run" in capsys.readouterr().err
 
 
 def test_a_relative_path_in_a_removed_folder_is_an_error(tmp_path, monkeypatch, capsys):

@@ -1128,7 +1128,7 @@ class Script:
     plain: str = ""  # the run with dualtrain without these defects
     again: str | None = None  # the later runs on Horovod; None: the change of the first run
     first_defect: int = 0  # the first step with a reproduced defect, or 0
-    recorded: bool = False  # whether a record replaces the runs on Horovod
+    recorded: bool = False  # true if a record replaces the runs on Horovod
 
 
 @pytest.fixture
