@@ -1098,10 +1098,10 @@ def rounds_at(monkeypatch, tmp_path, fixed, step, seconds, most=1.0):
     calls = []
 
     def run_entry(entry, jobs, spec, step_fraction):
-        now = step[min(len(calls) // len(names), len(step) - 1)]
+        step_seconds = step[min(len(calls) // len(names), len(step) - 1)]
         calls.append(entry.title)
-        clock[0] += fixed + now * Task("resnet18", CPU, step_fraction).steps
-        return [{"rank": 0, "size": 2, "job": "resnet18", "seconds": now, "first": -60.0, "sha256": "a"}]
+        clock[0] += fixed + step_seconds * Task("resnet18", CPU, step_fraction).steps
+        return [{"rank": 0, "size": 2, "job": "resnet18", "seconds": step_seconds, "first": -60.0, "sha256": "a"}]
 
     for one in (pace, measure):
         monkeypatch.setattr(one, "time", SimpleNamespace(monotonic=lambda: clock[0]))

@@ -71,17 +71,18 @@ def objects(**kwargs):
 
 
 def training(kind="sgd", **kwargs):
+    """Return the state of a model and its optimizer, which has taken no step."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Dropout(), torch.nn.Linear(4, 1))
     optimizer = OPTIMIZERS[kind](model.parameters())
     return elastic.TorchState(model, optimizer, **kwargs)
 
 
-def step(trained):
-    loss = trained.model(torch.rand(5, 3)).sum() * random.random() * numpy.random.rand()
-    trained.optimizer.zero_grad()
+def step(held):
+    loss = held.model(torch.rand(5, 3)).sum() * random.random() * numpy.random.rand()
+    held.optimizer.zero_grad()
     loss.backward()
-    trained.optimizer.step()
+    held.optimizer.step()
 
 
 def assert_same(left, right):
@@ -364,38 +365,38 @@ def test_updates_reach_the_state_of_the_running_training(resets, sent):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_steps_repeated_after_a_restore_give_the_same_bits(sent, kind):
-    trained = training(kind)
+    held = training(kind)
     for _ in range(2):
-        step(trained)
-    trained.commit()
+        step(held)
+    held.commit()
     ends = []
     for _ in range(3):
         for _ in range(3):
-            step(trained)
-        ends.append(copy.deepcopy((trained.model.state_dict(), trained.optimizer.state_dict())))
-        trained.restore()
+            step(held)
+        ends.append(copy.deepcopy((held.model.state_dict(), held.optimizer.state_dict())))
+        held.restore()
     assert_same(ends[0], ends[1])
     assert_same(ends[0], ends[2])
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_an_optimizer_saved_before_its_first_step_is_restored_without_state(sent, kind):
-    trained = training(kind)
-    start = copy.deepcopy(trained.model.state_dict())
+    held = training(kind)
+    start = copy.deepcopy(held.model.state_dict())
     for _ in range(2):
-        step(trained)
-        assert trained.optimizer.state
-        trained.restore()
-        assert not trained.optimizer.state
-        assert_same(dict(trained.model.state_dict()), dict(start))
+        step(held)
+        assert held.optimizer.state
+        held.restore()
+        assert not held.optimizer.state
+        assert_same(dict(held.model.state_dict()), dict(start))
 
 
 def test_options_of_the_optimizer_are_rolled_back(sent):
-    trained = training("adamw")
-    trained.optimizer.param_groups[0]["lr"].mul_(2)
-    trained.optimizer.param_groups[0]["weight_decay"] = 9
-    trained.restore()
-    group = trained.optimizer.param_groups[0]
+    held = training("adamw")
+    held.optimizer.param_groups[0]["lr"].mul_(2)
+    held.optimizer.param_groups[0]["weight_decay"] = 9
+    held.restore()
+    group = held.optimizer.param_groups[0]
     assert (group["lr"].item(), group["weight_decay"]) == (pytest.approx(0.1), 0.1)
 
 
@@ -488,8 +489,8 @@ def test_the_gpus_generator_state_is_saved_only_if_cuda_is_initialized(sent):
 def test_sync_broadcasts_every_kind_of_attribute_from_rank_0(sent):
     with world():
         sampler = elastic.ElasticSampler(range(4))
-    trained = training(sampler=sampler, epoch=2)
-    trained.sync()
+    held = training(sampler=sampler, epoch=2)
+    held.sync()
     assert [name for name, _, _ in sent] == [
         "broadcast_object",
         "broadcast_parameters",
@@ -497,35 +498,35 @@ def test_sync_broadcasts_every_kind_of_attribute_from_rank_0(sent):
         "broadcast_object",
     ]
     assert sent[0][1] == {"epoch": 0, "processed_num": 0}
-    assert list(sent[1][1]) == list(trained.model.state_dict())
-    assert sent[2][1] is trained.optimizer
+    assert list(sent[1][1]) == list(held.model.state_dict())
+    assert sent[2][1] is held.optimizer
     assert sent[1][2] == sent[2][2] == {"root_rank": 0}
     assert sent[3][1] == {"epoch": 2}
 
 
 def test_a_restore_after_a_sync_returns_to_the_synced_state(sent):
-    trained = training()
+    held = training()
 
     def from_root(parameters, root_rank):
         for value in parameters.values():
             value.fill_(3)
 
     with mock.patch.object(state, "broadcast_parameters", from_root):
-        trained.sync()
-    step(trained)
-    trained.restore()
-    assert {value.unique().item() for value in trained.model.state_dict().values()} == {3.0}
+        held.sync()
+    step(held)
+    held.restore()
+    assert {value.unique().item() for value in held.model.state_dict().values()} == {3.0}
 
 
 def test_a_second_model_replaces_the_first(sent):
-    trained = training()
+    held = training()
     other = torch.nn.Linear(2, 2)
     weight = other.weight.clone()
-    trained.model = other
+    held.model = other
     with torch.no_grad():
         other.weight.zero_()
-    trained.restore()
-    assert trained.model is other
+    held.restore()
+    assert held.model is other
     assert torch.equal(other.weight, weight)
 
 
