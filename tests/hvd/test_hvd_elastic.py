@@ -545,6 +545,19 @@ def test_a_model_that_is_assigned_later_gets_a_handler(sent):
     assert [(name, obj) for name, obj, _ in sent if name == "broadcast_object"][-1][1] == {"epoch": 0, "optimizer": None}
 
 
+def test_only_objects_that_the_constructor_got_are_part_of_the_state(sent):
+    held = elastic.TorchState(epoch=0)
+    held.helper, held.count = torch.nn.Linear(2, 2), 0
+    held.commit()
+    with torch.no_grad():
+        held.helper.weight.zero_()
+    held.count = 1
+    held.sync()
+    held.restore()
+    assert (held.helper.weight.any().item(), held.count) == (False, 1)
+    assert sent[-1][1] == {"epoch": 0, "model": None, "optimizer": None}
+
+
 def test_a_reset_splits_the_samples_again_without_a_sync(sent):
     with world(2, 1):
         sampler = elastic.ElasticSampler(range(8), shuffle=False)
