@@ -26,7 +26,7 @@ from dualtrain.drill.job import MARK, Job
 from dualtrain.errors import UserError
 from dualtrain.run_folder import checkpoint
 from dualtrain.run_folder.restarts import DEATHS
-from tests.forked import ROOT, run
+from tests.forked import ROOT, run, wait_until
 
 
 def exercise(tmp_path, seed=0):
@@ -174,10 +174,12 @@ def running_job(tmp_path):
     job = Job(tmp_path / "run", [], 2, horovod=False, restarts=0)
     job._command = ["env", "RANK=1", sys.executable, "-c", RANK, "dualtrain.main"]
     job.start()
-    while not job.starts():
+    try:
+        assert wait_until(lambda: bool(job.starts()) or job.status() is not None)
         assert job.status() is None
-    yield job
-    job.end()
+        yield job
+    finally:
+        job.end()
 
 
 def test_the_ranks_of_a_job_are_found_by_its_mark(running_job):
