@@ -81,7 +81,7 @@ class Attempt:
         with suppress(OSError):  # on another host, this path may be missing, or may hold an old attempt
             starts = [event["attempt"] for event in read_events(folder) if event["event"] == "start"]
             if starts[-1:] == [self._name]:
-                self._file = os.open(folder / NAME, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+                self._file = os.open(folder / NAME, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
 
     def _begin(self, settings: str) -> str:
         folder, name = self.folder, secrets.token_hex(8)
@@ -154,7 +154,10 @@ class Attempt:
     def _append(self, event: Event) -> None:
         with self._writing, suppress(OSError):
             if self._file is not None and self.lock.is_mine():
-                os.write(self._file, lines([event]))
+                size = os.fstat(self._file).st_size
+                # On a full disk, the last line may be incomplete: do not join this event to it.
+                begin = b"\n" if size and os.pread(self._file, 1, size - 1) != b"\n" else b""
+                os.write(self._file, begin + lines([event]))
 
     def close(self) -> None:
         """Close the files; later records are discarded."""

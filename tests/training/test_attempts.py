@@ -411,6 +411,17 @@ def test_records_that_do_not_fit_on_the_disk_do_not_end_a_run(tmp_path, monkeypa
     assert abs(death.time - time.time()) < 600
 
 
+def test_a_record_after_an_incomplete_line_begins_a_new_line(tmp_path):
+    with connect("local") as backend:
+        attempt = Attempt(FolderLock())
+        attempt.begin(tmp_path, 0, backend)
+        with (tmp_path / attempt_events.NAME).open("ab") as file:
+            file.write(b'{"event": "recovery", "att')  # the disk was full
+        attempt.end()
+        attempt.close()
+    assert [event["event"] for event in attempt_events.read_events(tmp_path)] == ["start", "end"]
+
+
 def test_a_death_has_the_last_step_of_its_own_attempt_and_is_recorded_once(tmp_path):
     last_step.LastStep(tmp_path, "earlier", 7, FolderLock()).close()
     start = {"event": "start", "attempt": "newest", "time": 1.0, "step": 3}
