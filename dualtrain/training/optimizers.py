@@ -118,7 +118,7 @@ def make_schedule(section: ScheduleSection, optimizer: torch.optim.Optimizer, lr
     """Make the schedule: a function of the step alone, so that a resumed run needs no other state.
 
     Raises:
-        UserError: ``section.lr_min`` is above ``lr``.
+        UserError: ``section.lr_min`` is above ``lr``, or ``section.lr_gamma`` is too large.
     """
     shape = _shape(section, max(total_steps - section.warmup_steps, 1), lr)
     warmup = section.warmup_steps
@@ -143,12 +143,16 @@ def restore_rates(schedule: LambdaLR) -> None:
 def _shape(section: ScheduleSection, steps: int, lr: float) -> Callable[[int], float]:
     """Return a function that takes the index of a step after the warm-up, and returns the factor of the learning rate.
 
-    ``steps`` is the number of steps after the warm-up. Raises UserError if ``section.lr_min`` is above ``lr``.
+    ``steps`` is the number of steps after the warm-up. Raises UserError if ``section.lr_min`` is above ``lr``, or
+    if ``section.lr_gamma`` is too large.
     """
     floor = section.lr_min / lr
     if floor > 1 and section.name in ("cosine", "polynomial"):
         raise UserError(f"--lr-min {section.lr_min:g} is above the learning rate {lr:g}: lower it")
     drops = steps_in(section.lr_milestones)
+    if section.name in ("step", "multistep"):
+        changes = steps // (section.lr_step or steps) if section.name == "step" else sum(drop <= steps for drop in drops)
+        _check_gamma(section.lr_gamma, changes, lr)
     shapes: dict[str, Callable[[float], float]] = {
         "constant": lambda step: 1.0,
         # I. Loshchilov, F. Hutter: SGDR: Stochastic Gradient Descent with Warm Restarts, 2017.
@@ -159,6 +163,13 @@ def _shape(section: ScheduleSection, steps: int, lr: float) -> Callable[[int], f
         "one-cycle": lambda step: _one_cycle(step, steps),
     }
     return shapes[section.name]
+
+
+def _check_gamma(gamma: float, changes: int, lr: float) -> None:
+    """Raise UserError if ``changes`` by ``gamma`` raise the rate above float32's largest number, which torch refuses."""
+    largest = torch.finfo(torch.float32).max
+    if math.log(lr) + changes * math.log(gamma) > math.log(largest):
+        raise UserError(f"--lr-gamma {gamma:g} raises the learning rate above {largest:.2g}: lower it")
 
 
 def _half_cosine(part: float) -> float:

@@ -895,6 +895,8 @@ def schedule_of(arguments):
         (["--optimizer-options", "nesterov=true", "--momentum", "0"], ["refuses its options"]),
         (["--schedule", "multistep", "--lr-milestones", "4,x"], ["--lr-milestones", "'4,x'"]),
         (["--schedule", "cosine", "--lr-min", "1"], ["--lr-min 1", "above"]),
+        (["--schedule", "step", "--lr-step", "4", "--lr-gamma", "1e300"], ["--lr-gamma 1e+300", "lower it"]),
+        (["--schedule", "multistep", "--lr-milestones", "4,9", "--lr-gamma", "1e25"], ["--lr-gamma 1e+25", "lower it"]),
     ],
 )
 def test_bad_options_of_optimizers_and_schedules_are_refused_in_one_line(arguments, parts):
