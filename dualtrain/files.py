@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import re
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -135,6 +136,11 @@ def parse_json(text: str) -> Any:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace values that are infinite or not a number by ``None``: JSON has no such numbers."""
+    return {name: None if isinstance(one, float) and not math.isfinite(one) else one for name, one in values.items()}
 
 
 def cure_of(error: OSError, folder: str = "the run folder", path: str = "") -> str:

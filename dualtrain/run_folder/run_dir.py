@@ -32,6 +32,7 @@ from dualtrain.files import (
     read_text,
     readable_path,
     remove_temporary,
+    without_nan,
     write_json,
     write_whole,
 )
@@ -235,7 +236,7 @@ class MetricsFile:
             report(f"{path} has {found}, left out of the new file; the old file is kept as {aside.name}")
         last = {"epoch": step if evaluated is None else evaluated}  # of a kind of line; ``step`` for other kinds
         kept = [line for line in lines if line["step"] <= last.get(str(line.get("kind")), step)]
-        content = "".join(json.dumps(line) + "\n" for line in kept).encode()
+        content = "".join(json.dumps(without_nan(line)) + "\n" for line in kept).encode()
         write_whole(path, content, lock.check)
         flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.fdopen(os.open(path, flags), "ab", buffering=0)
@@ -243,7 +244,7 @@ class MetricsFile:
 
     def write(self, **values: Any) -> None:
         """Append one line. Raises OSError if that fails; the earlier lines then stay intact."""
-        line = (json.dumps(values) + "\n").encode()
+        line = (json.dumps(without_nan(values)) + "\n").encode()
         if self._file.write(line) != len(line):  # the disk became full within the line
             self._file.truncate(self._size)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

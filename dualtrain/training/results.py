@@ -12,7 +12,7 @@ import torch
 from dualtrain.config import OutputSection
 from dualtrain.data import Task
 from dualtrain.errors import NotSavedError
-from dualtrain.files import cure_of, write_json
+from dualtrain.files import cure_of, without_nan, write_json
 from dualtrain.on_ranks import on_rank_zero
 from dualtrain.run_folder import checkpoint
 from dualtrain.run_folder.folder_lock import FolderLock
@@ -68,7 +68,7 @@ def summarize(
         "steps": cursor.step,
         "planned": {name: settings[name] for name in PLANNED},
         "settings": dict(settings),
-        **cursor.last,
+        **without_nan(cursor.last),
         "best": {**cursor.best, "epoch": cursor.best["epoch"] + 1} if cursor.best else {},
         "samples_per_second": cursor.speed,
         "seconds": cursor.seconds,

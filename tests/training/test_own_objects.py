@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
 import pickle
@@ -315,6 +316,16 @@ def test_data_with_only_ignored_targets_are_refused(dataset, split, tmp_path):
     flags = ["--dataset", f"{__name__}:{dataset}", "--model", f"{__name__}:lazy", "--max-steps", "2", "--workers", "0"]
     with connect("local") as backend, pytest.raises(UserError, match=f"no {split} target has a loss"):
         loop.train(parse([*flags, "--run-dir", str(tmp_path)]), backend)
+
+
+def test_metrics_of_steps_without_a_target_are_null(tmp_path):
+    flags = ["--dataset", f"{__name__}:unlabelled", "--model", f"{__name__}:lazy", "--global-batch-size", "4"]
+    with connect("local") as backend:
+        loop.train(parse([*flags, "--max-steps", "1", "--log-every", "1", "--run-dir", str(tmp_path)]), backend)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    losses = [line.get("loss", line.get("train_loss", "missing")) for line in lines]
+    assert [*losses, summary["train_loss"], summary["train_accuracy"]] == [None] * 4
 
 
 class Numbered(TensorDataset):
