@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -220,7 +221,11 @@ class Trainer:
                 compared after steps 1, 2, 4, 8 and so on; weights and rates also in an evaluation and before a save.
             BackendError: a rank failed, or the timeout passed.
         """
-        if not 0 < expected < math.inf:
+        try:
+            usable = 0 < expected < math.inf
+        except (TypeError, RuntimeError):  # RuntimeError: a tensor of several elements
+            usable = False
+        if not usable:
             raise ValueError(
                 f"expected={expected!r} is not a finite number above 0: give the number of samples on all ranks"
             )
@@ -324,7 +329,8 @@ class Trainer:
             TypeError: a batch is not (inputs, targets).
             RanksDifferError: the ranks are given different ``epochs``, or different numbers of batches for a model with
                 SyncBatchNorm.
-            ValueError: the trainer has virtual ranks, or the loaders have no batches after the first epoch.
+            ValueError: the trainer has virtual ranks, ``epochs`` is not a whole number, or the loaders have no batches
+                after the first epoch.
             DivergedError, BackendError and further errors: see :meth:`step`.
         """
         if not isinstance(self._parts, RankParts):
@@ -333,6 +339,8 @@ class Trainer:
                 "step() with the batches of trainer.shards (trainer.split() makes them of a global batch)"
             )
         compare_arguments(self.backend, "fit", {"epochs": epochs})
+        if not isinstance(epochs, Integral):
+            raise ValueError(f"epochs={epochs!r} is not a whole number: give one")
         history: list[dict[str, float]] = []
         for _ in range(epochs):
             _set_epoch(loader, self._epochs)
@@ -499,11 +507,14 @@ class Trainer:
         begins with the loaded weights.
 
         Raises:
+            TypeError: ``state`` is not a dict.
             UserError: the state is of a different number of virtual ranks, or has a schedule and this trainer has none, or
                 vice versa.
             RuntimeError: the state is of a different model, or is of a trainer without ``amp="fp16"``, and this one has it.
             ValueError, KeyError: the state is of a different optimizer.
         """
+        if not isinstance(state, dict):
+            raise TypeError(f"state is of type {type(state).__name__}: give what state_dict() has returned")
         if (self.schedule is None) != (state["schedule"] is None):
             has, cure = ("no", "without") if state["schedule"] is None else ("a", "with a")
             raise UserError(f"the state has {has} schedule, unlike this trainer: make the trainer {cure} schedule")

@@ -456,13 +456,23 @@ def test_arguments_that_a_trainer_cannot_use_are_refused():
             Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend, **options)
 
 
-@pytest.mark.parametrize("expected", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("expected", [0.0, -1.0, math.nan, math.inf, [3], None, torch.ones(2)])
 def test_the_argument_expected_must_be_positive_and_finite(expected):
     model = net()
     with connect("local") as backend:
         trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend)
         with pytest.raises(ValueError, match="is not a finite number above 0"):
             trainer.step([data(8)], expected)
+
+
+def test_epochs_and_states_of_other_types_are_refused():
+    model = net()
+    with connect("local") as backend:
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend)
+        with pytest.raises(ValueError, match=r"epochs=1\.5 is not a whole number: give one"):
+            trainer.fit([data(8)], 1.5)
+        with pytest.raises(TypeError, match="state is of type NoneType: give what state_dict"):
+            trainer.load_state_dict(None)
 
 
 @pytest.mark.parametrize("compress", ["none", "bf16"])
