@@ -26,7 +26,7 @@ def check_parameters(average: nn.Module, model: nn.Module) -> None:
 
 
 def match_buffers(average: nn.Module, model: nn.Module) -> None:
-    """Give ``average``, an older copy of ``model``, the buffers that ``model`` has now: the same names, order and shapes.
+    """Give ``average``, an older copy of ``model``, the buffers that ``model`` has now: names, order, shapes and dtypes.
 
     Forward passes may register, replace or remove buffers, of either model. ``AveragedModel.update_parameters`` pairs the
     buffers of the two models by position.
@@ -56,16 +56,17 @@ def match_buffers(average: nn.Module, model: nn.Module) -> None:
                 setattr(copied, name, buffer)
 
 
-def _buffers(model: nn.Module) -> list[tuple[str, torch.Size]]:
-    return [(name, buffer.shape) for name, buffer in model.named_buffers()]
+def _buffers(model: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
+    return [(name, buffer.shape, buffer.dtype) for name, buffer in model.named_buffers()]
 
 
 def _copy_of(buffer: torch.Tensor | None, old: torch.Tensor | None, copies: dict[int, torch.Tensor]) -> torch.Tensor | None:
-    """Return the copy of ``buffer`` in ``copies``; else add ``old`` if it is unused and has the same shape, or a copy."""
+    """Return the copy of ``buffer`` in ``copies``; else add ``old`` if it is unused and of the same form, or a copy."""
     if buffer is None:
         return None
     if id(buffer) not in copies:
-        usable = old is not None and old.shape == buffer.shape and all(old is not used for used in copies.values())
+        same = old is not None and (old.shape, old.dtype) == (buffer.shape, buffer.dtype)
+        usable = same and all(old is not used for used in copies.values())
         copies[id(buffer)] = old if old is not None and usable else buffer.detach().clone()
     return copies[id(buffer)]
 

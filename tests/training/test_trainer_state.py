@@ -548,6 +548,28 @@ class Changing(nn.Module):
         return self.norm(self.linear(x))
 
 
+class Shifted(nn.Linear):
+    """A layer with a buffer of integers, in whose place a forward pass puts the mean of the inputs."""
+
+    def __init__(self):
+        super().__init__(4, 3)
+        self.register_buffer("mean", torch.zeros(4, dtype=torch.int64), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.mean = x.mean(0)
+        return super().forward(x - self.mean)
+
+
+def test_averaged_weights_follow_buffers_that_change_their_dtype():
+    model = Shifted()
+    with connect("local") as backend:
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, ema=0.9)
+        trainer.step([batch(0)], 6)
+        assert model.mean.any()
+        assert torch.equal(trainer.evaluated.mean, model.mean)
+
+
 def test_averaged_weights_follow_buffers_that_later_forward_passes_change(tmp_path):
     models = Changing(), Changing()
     with connect("local") as backend:
