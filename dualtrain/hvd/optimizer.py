@@ -424,7 +424,7 @@ class _AdasumOptimizer(_Optimizer):
         if not self.process_set.included():
             return self._step_wrapped(closure)
         self.process_set.usable_id()
-        with self._refusing_after_interrupt(), torch.no_grad():
+        with self._refusing_after_interrupt():
             return self._step_and_combine(closure)
 
     def has_local_gradients(self) -> bool:
@@ -436,11 +436,12 @@ class _AdasumOptimizer(_Optimizer):
         params.sort(key=lambda p: self._parameter_names.get(p, ""))  # ranks may list them in different orders
         before = [p.detach().clone() for p in params]
         self._changing = True
-        result = self._step_wrapped(closure)
-        changes = [(p - start).contiguous() for p, start in zip(params, before, strict=True)]
-        combined = grouped_allreduce(
-            changes, name=self._name, compression=self._compression, op=Adasum, process_set=self.process_set
-        )
-        for p, start, change in zip(params, before, combined, strict=True):
-            p.copy_(start + change)
+        result = self._step_wrapped(closure)  # not under no_grad: an optimizer may call the closure without enable_grad
+        with torch.no_grad():
+            changes = [(p - start).contiguous() for p, start in zip(params, before, strict=True)]
+            combined = grouped_allreduce(
+                changes, name=self._name, compression=self._compression, op=Adasum, process_set=self.process_set
+            )
+            for p, start, change in zip(params, before, combined, strict=True):
+                p.copy_(start + change)
         return result

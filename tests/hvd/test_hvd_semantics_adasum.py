@@ -123,6 +123,34 @@ def test_an_adasum_optimizer_steps_with_clipped_gradients(real):
     np.testing.assert_allclose(real(clipped), [[-0.6, -0.8]] * 2, atol=1e-5)
 
 
+class Plain(torch.optim.SGD):
+    """An optimizer that calls the closure as it is, without ``torch.enable_grad``."""
+
+    def step(self, closure):
+        loss = closure()
+        super().step()
+        return loss
+
+
+def steps_with_a_closure(backend):
+    with library(backend) as hvd:
+        weights = torch.nn.Parameter(torch.zeros(2))
+        optimizer = hvd.DistributedOptimizer(Plain([weights], lr=1.0), [("weights", weights)], op=hvd.Adasum)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (weights + 1).sum()
+            loss.backward()
+            return loss.item()
+
+        return optimizer.step(closure), weights.tolist()
+
+
+@worlds(("torch", 2))
+def test_an_adasum_optimizer_calls_the_closure_with_gradients_enabled(real):
+    assert real(steps_with_a_closure) == [(2.0, [-1.0, -1.0])] * 2
+
+
 def not_over_gloo(backend):
     with library(backend) as hvd:
         call = lambda: hvd.allreduce(torch.ones(2), name="adasum", op=hvd.Adasum)  # noqa: E731
