@@ -103,7 +103,8 @@ def test_helpers_survive_signals_and_exit_with_a_job_that_fails_or_is_killed(tmp
         assert gone(helpers, folder)
 
 
-# Program that prints which signals a program ignores that a worker starts. The worker's parent process ignores SIGHUP.
+# Program that begins as a worker that has inherited an ignored SIGHUP, as under nohup. It starts a program, which prints
+# whether it ignores SIGHUP and SIGTERM.
 IGNORED = """
 import signal, subprocess, sys
 from dualtrain.processes import begin_worker

@@ -114,7 +114,9 @@ class ThreadsBackend(Backend):
         #: The number of calls of each kind so far. The n-th call of a kind is the same call on all ranks.
         self._calls = {"data": 0, "gradients": 0, "control": 0, "groups": 0}
         self._kind = "data"
-        self._waiting = self  # :attr:`gradient_path` is a copy, in which later changes of attributes would have no effect
+        #: The backend that waits for the operations of this backend and of :attr:`gradient_path`, which is a copy: later
+        #: changes of attributes, such as ``on_wait``, have no effect in the copy.
+        self._waiting = self
 
     def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
         assert tensor.dtype in REDUCIBLE | self.narrow
