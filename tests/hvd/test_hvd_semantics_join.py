@@ -231,8 +231,9 @@ def without_the_optimizer(backend):
         else:
             call = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("only in this test", p)]).step
             p.sum().backward()
-        with pytest.raises(hvd.mpi_ops.HorovodInternalError, match=r"join\(\) was called, but there is no optimizer"):
-            call()
+        for later in (call, lambda: hvd.allreduce(torch.ones(1))):
+            with pytest.raises(hvd.mpi_ops.HorovodInternalError, match=r"join\(\) was called, but there is no optimizer"):
+                later()
 
 
 @OURS

@@ -179,6 +179,8 @@ def adversaries(backend):
 @PAIR
 def test_requires_grad_may_change_in_each_step(real, pool):
     RESULTS["gan", real.name] = found = real(adversaries)
+    for mine, others in zip(*found, strict=True):
+        assert all(map(torch.equal, mine, others))
     if real.name == "horovod":
         our = RESULTS.get(("gan", "torch")) or Spmd("torch", 2, pool)(adversaries)
         for mine, theirs in zip(our[0], found[0], strict=True):

@@ -421,7 +421,7 @@ def test_optimizer_features_that_horovod_lacks_work(real):
 
 
 def alone(backend):
-    """Check the rules in a world of one rank, in which nothing is sent."""
+    """Take steps with several options, and make calls, in a world of one rank. Nothing is sent."""
     import dualtrain.hvd as hvd
 
     hvd.init(comm=backend)

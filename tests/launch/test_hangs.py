@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from tests.conftest import require_horovod
 from tests.forked import Forked, rank_variables
 from tests.hvd.test_hvd_semantics_hangs import BODIES
@@ -44,8 +46,8 @@ def test_horovod_hangs_or_crashes_in_calls_that_dualtrain_handles(tmp_path):
             rank.wait(120)
         for body, rank in ranks:
             assert rank.output.startswith("BEGINS"), (body.__name__, rank.errors)
-            assert "ENDS" not in rank.output, body.__name__
-            assert rank.poll() != 0
+            # 7: the call hangs. A failed assertion of the body would give status 1.
+            assert rank.poll() in (7, -signal.SIGSEGV), (body.__name__, rank.output, rank.errors)
     finally:
         for _, rank in ranks:
             rank.kill()
