@@ -201,10 +201,12 @@ def layer_of(name, package):
     return next((numbers[each] for each in modules if each in numbers), None)
 
 
-def from_imports(path):
-    """Yield the full names of all ``from`` imports of the file, including those under ``if TYPE_CHECKING:``."""
+def all_imports(path):
+    """Yield the full names of all imports of the file, including those under ``if TYPE_CHECKING:``."""
     for node in nodes_of(path):
-        if isinstance(node, ast.ImportFrom):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
@@ -233,14 +235,14 @@ def test_files_of_a_package_import_only_from_lower_layers(package):
     """Imports under ``if TYPE_CHECKING:`` count too, because a layer must not depend on the layers above it."""
     for path in files_of(package):
         own = layer_of(module(path), package)
-        for name in from_imports(path):
+        for name in all_imports(path):
             if own is not None and name.startswith(f"dualtrain.{package}."):
                 assert layer_of(name, package) < own, f"{path.name} imports {name}"
 
 
 def test_no_file_of_the_rendezvous_imports_torch():
     for path in files_of("rendezvous"):
-        names = {*imports(path), *from_imports(path)}
+        names = set(all_imports(path))
         assert not [name for name in names if name.partition(".")[0] == "torch"], path.name
 
 
@@ -417,10 +419,7 @@ def test_no_imports_are_circular():
     names = {module(path): path for path in FILES}
     graph = {}
     for name, path in names.items():
-        found = set()
-        for node in nodes_of(path):
-            if isinstance(node, ast.ImportFrom):
-                inner = {alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-                found |= {full if full in names else node.module for full in inner.values()}
+        # The name of an import is that of a module, or of an object in a module.
+        found = {full if full in names else full.rpartition(".")[0] for full in all_imports(path)}
         graph[name] = {other for other in found & names.keys() if other != name}
     tuple(graphlib.TopologicalSorter(graph).static_order())
