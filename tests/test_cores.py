@@ -63,6 +63,7 @@ CASES = {
     "v2, moved out of its namespace": ("0::/../b", V2.format(top="/.."), {f"{G}/b": "200000 100000"}, 2.0),
     "v2, moved out of namespace and mount": ("0::/../b", V2.format(top="/"), {"sys/fs/b": "200000 100000"}, None),
     "v2, another container's mount": ("0::/docker/ab", V2.format(top="/docker/cd"), {G: "100000 100000"}, None),
+    "v2, a mount of a group beside the namespace": ("0::/", V2.format(top="/../b"), {G: "100000 100000"}, None),
     "v2, removed": ("0::/gone (deleted)", V2.format(top="/"), {G: "max 100000"}, None),
     "v2, a space in the path of the mount": (
         "0::/job",

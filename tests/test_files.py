@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+from contextlib import nullcontext
 
 import pytest
 
@@ -53,6 +54,21 @@ def test_content_is_synced_before_the_rename_and_the_folder_after_it(tmp_path, m
     monkeypatch.setattr(files.Path, "replace", noted_replace)
     files.write_whole(tmp_path / "a", b"1")
     assert order == ["content", "name", "folder"]
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_file_system_need_not_synchronize_folders_but_its_errors_are_raised(tmp_path, monkeypatch, number):
+    fsync = os.fsync
+
+    def fsync_of_files(descriptor: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{descriptor}"):
+            raise OSError(number, os.strerror(number))
+        fsync(descriptor)
+
+    monkeypatch.setattr(files.os, "fsync", fsync_of_files)
+    with pytest.raises(OSError, match="Input/output error") if number == errno.EIO else nullcontext():
+        files.write_whole(tmp_path / "a", b"1")
+    assert (tmp_path / "a").read_bytes() == b"1"
 
 
 def test_the_error_of_a_full_disk_names_the_file(tmp_path, monkeypatch):
