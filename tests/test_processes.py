@@ -121,6 +121,30 @@ def test_programs_that_a_worker_starts_ignore_a_hangup_under_nohup():
     assert end.stdout == "[True, False]\n"
 
 
+# Program that begins as a worker and reads from a pipe in C code. A thread sends SIGTERM to the reader, and then writes.
+READING = """
+import ctypes, os, signal, threading, time
+from dualtrain.processes import begin_worker
+
+def interrupt(reader):
+    time.sleep(0.3)
+    signal.pthread_kill(reader, signal.SIGTERM)
+    time.sleep(0.3)
+    os.write(theirs, b"x")
+
+begin_worker()
+ours, theirs = os.pipe()
+threading.Thread(target=interrupt, args=(threading.get_ident(),)).start()
+print(ctypes.CDLL(None).read(ours, ctypes.create_string_buffer(1), 1))
+"""
+
+
+def test_a_signal_does_not_interrupt_a_workers_reads_in_c_code():
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    end = subprocess.run([sys.executable, "-c", READING], env=env, capture_output=True, text=True, check=True, timeout=60)
+    assert end.stdout == "1\n"
+
+
 # Program that is interrupted while it starts a worker process. The start sends more bytes than a pipe holds, so it blocks
 # until the worker reads them. The fork server imports a slow module before it forks the worker.
 STARTING = """
