@@ -18,7 +18,8 @@ FLAGS += ("--epochs", "7", "--checkpoint-every", "1", "--threads", "1", "--worke
 #: The phases in which a run is killed, one after another. If a run dies three times in a row after the same
 #: step, ``restarts.py`` refuses the next restart. In this order, that does not happen.
 PHASES = ("start-up", "connect", "forward", "evaluation", "backward", "copy", "all-reduce", "write", "rename", "end")
-#: The phases that occur once in a run. The rank is killed in the first call; in the other phases, in the second.
+#: The phases that occur once in a run. There, a rank is killed in the first call of the phase's function; in the other
+#: phases, in the second call.
 ONCE = ("start-up", "connect", "end")
 #: The phases that only rank 0 has.
 OF_RANK_0 = ("copy", "write", "rename", "end")

@@ -26,11 +26,14 @@ class Program:
 
 
 def in_the_next_world(backend, op, before):
-    """Keep an optimizer over ``shutdown`` and ``init``; unfreeze a parameter before or after ``init``."""
+    """Keep an optimizer over ``shutdown`` and ``init``, and unfreeze a parameter after or before ``init``.
+
+    In the last case, rank 0 alone has already added the parameter to the layout.
+    """
     with library(backend) as hvd:
         program = Program(hvd, op)
         a, _ = program.step()
-        if before == "init, after a step of rank 0 alone" and hvd.rank() == 0:
+        if before == "init, already added on rank 0" and hvd.rank() == 0:
             program.b.requires_grad_()
             program.optimizer.reducer.begin_world()  # as if this rank alone had added the parameter before a failure
     if before:
@@ -47,7 +50,7 @@ def in_the_next_world(backend, op, before):
         return first, second
 
 
-@pytest.mark.parametrize("before", ["", "init", "init, after a step of rank 0 alone"])
+@pytest.mark.parametrize("before", ["", "init", "init, already added on rank 0"])
 @pytest.mark.parametrize("op", ["Sum", "Max"])
 @OURS
 def test_a_parameter_unfrozen_between_two_worlds_is_reduced(real, op, before):
