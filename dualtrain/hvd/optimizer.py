@@ -399,6 +399,22 @@ class _AdasumOptimizer(_Optimizer):
         """Allow steps that the wrapped optimizer takes itself. Callers must not call this wrapper's ``step`` afterwards."""
         self._closed = True
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Return whether the optimizer's step unscales gradients.
+
+        Raises:
+            AssertionError: it does not, so that only the ranks with an overflow would skip the step.
+        """
+        unscales = self._unscales_itself()
+        if not unscales and self.process_set.included():
+            raise AssertionError(
+                "scaler.step() was called with op=Adasum: each rank would check its own gradients for overflow, and the "
+                "others would wait for a rank that skips its step; pass fused=True to the optimizer, or use bfloat16 "
+                "without a GradScaler"
+            )
+        return unscales
+
     def _make_reducer(self, named: Named, compression: AnyCompressor, transfer: Transfer) -> Any:
         self._name = base_name(named, self.process_set)
 

@@ -151,6 +151,32 @@ def test_an_adasum_optimizer_calls_the_closure_with_gradients_enabled(real):
     assert real(steps_with_a_closure) == [(2.0, [-1.0, -1.0])] * 2
 
 
+def scaled(backend):
+    """Call ``scaler.step``. In step 1, the gradient of rank 0 is infinite: a fused step contributes no change there."""
+    with library(backend) as hvd:
+        for fused in (False, True):
+            weights = torch.nn.Parameter(torch.zeros(2))
+            sgd = torch.optim.SGD([weights], lr=1.0, fused=fused)
+            optimizer = hvd.DistributedOptimizer(sgd, [(f"fused {fused}", weights)], op=hvd.Adasum)
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            for step in range(3):
+                factor = float("inf") if step == 1 and hvd.rank() == 0 else 1.0
+                scaler.scale((weights * factor).sum()).backward()
+                if fused:
+                    scaler.step(optimizer)
+                    scaler.update()
+                else:
+                    with pytest.raises(AssertionError, match="pass fused=True to the optimizer"):
+                        scaler.step(optimizer)
+                optimizer.zero_grad()
+        return weights.tolist()
+
+
+@worlds(("torch", 2))
+def test_loss_scaling_with_adasum_needs_a_fused_optimizer(real):
+    assert real(scaled) == [[-3.0, -3.0]] * 2
+
+
 def not_over_gloo(backend):
     with library(backend) as hvd:
         call = lambda: hvd.allreduce(torch.ones(2), name="adasum", op=hvd.Adasum)  # noqa: E731
