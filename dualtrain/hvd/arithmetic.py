@@ -109,9 +109,10 @@ def _identity(dtype: torch.dtype, op: int) -> float | int | bool:
         return 0
     if dtype == torch.bool:
         return op == Min
-    if dtype.is_floating_point:
-        return float("inf") if op == Min else float("-inf")
-    limits = torch.iinfo(dtype)
+    # Some float8 dtypes have no infinity: torch converts it to their largest value, or to NaN.
+    if dtype.is_floating_point and torch.tensor(math.inf, device="cpu").to(dtype).item() == math.inf:
+        return math.inf if op == Min else -math.inf
+    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
     return limits.max if op == Min else limits.min
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import time
 from unittest import mock
 
@@ -53,6 +54,8 @@ def identities(backend):
                 same("group min", lambda: hvd.grouped_allreduce([x, -x], op=hvd.Min), [[5], [-values[-1]]]),
                 same("bool", lambda: hvd.allreduce(x > 0, op=hvd.Min), [True]),
                 same("half", lambda: hvd.allreduce(x.half(), op=hvd.Max), [values[-1]]),
+                same("float8", lambda: hvd.allreduce(x.to(torch.float8_e4m3fn), op=hvd.Min).float(), [5]),
+                same("infinite", lambda: hvd.allreduce((x / 0).to(torch.float8_e5m2), op=hvd.Min).float(), [math.inf]),
                 same("adasum", lambda: hvd.allreduce(x[:1] * 0 + 2, op=hvd.Adasum), [2]),
                 same("grouped gather", lambda: hvd.grouped_allgather([x]), FAILS),
                 same("objects", lambda: hvd.allgather_object(1), FAILS),
