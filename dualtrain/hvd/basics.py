@@ -48,14 +48,16 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         process_sets: sets to add, the same on every rank; or ``"dynamic"``, so that sets can be added later.
 
     Raises:
-        ValueError: the world cannot be joined, a variable has an invalid value, or a process set is not valid or appears
-            twice. If the cause is a process set, this process is in the world. If a set appears twice, the other sets can
-            be used.
+        ValueError: the world cannot be joined, a variable has an invalid value, ``process_sets`` is a different text, or a
+            process set is not valid or appears twice. If the cause is a process set, this process is in the world. If a set
+            appears twice, the other sets can be used.
         BackendError: another rank failed, or did not continue in time, after it had joined the world.
     """
     global _current, _generations
-    sets = [] if process_sets is None or isinstance(process_sets, str) else list(process_sets)
-    if isinstance(process_sets, str) and process_sets.lower() == "dynamic":
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise ValueError(f'process_sets={process_sets!r} is not known: pass a list of process sets, or "dynamic"')
+        process_sets = []
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"  # as Horovod does
     if _current is None:
         settings = Settings.read(os.environ)
@@ -67,7 +69,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         _generations += 1
         _current = _Current(engine, owned, _generations, os.getpid())
         atexit.register(shutdown)
-    attach(_current.engine, sets, comm if hasattr(comm, "Get_rank") else None)
+    attach(_current.engine, list(process_sets or []), comm if hasattr(comm, "Get_rank") else None)
 
 
 def _connect(comm: Any, settings: Settings) -> Backend:

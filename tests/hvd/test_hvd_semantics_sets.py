@@ -112,6 +112,8 @@ def equal_sets(backend):
         with pytest.raises(ValueError, match="is a duplicate"):
             hvd.init(process_sets=[again, again])
         hvd.init(process_sets=[again])
+        with pytest.raises((ValueError, AttributeError)):  # AttributeError: Horovod
+            hvd.init(process_sets="static")
         if hvd.rank() == 0:
             assert hvd.allreduce(torch.ones(1), name="a", process_set=again).item() == 1
         assert hvd.remove_process_set(first)
