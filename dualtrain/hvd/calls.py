@@ -96,7 +96,9 @@ ALLREDUCE = Operation("allreduce", _allreduce, _allreduce_gradient)
 
 
 def _allgather(kind: str, tensors: Tensors, outputs: Tensors | None, options: Options) -> Pending:
-    return engine().submit(kind, options["name"], usable_set(options["process_set"]), tensors)
+    # Calls for sparse tensors have two more options.
+    more = {name: options[name] for name in ("op", "shape") if name in options}
+    return engine().submit(kind, options["name"], usable_set(options["process_set"]), tensors, **more)
 
 
 def _allgather_gradient(grads: Gradients, call: Pending, options: Options) -> Gradients:

@@ -17,6 +17,7 @@ EQUAL = {
     "pre": "prescale factor",
     "post": "postscale factor",
     "root": "root rank",
+    "shape": "shape of the sparse tensor",
     "ranks": "ranks",
     "transport": "DUALTRAIN_TRANSPORT",
 }

@@ -2,8 +2,8 @@
 
 Calls without a ``name`` are matched by their order, for each kind of call and each process set. For a wrong argument, the
 functions raise ValueError or TypeError before they send anything. But for a wrong ``op``, ``reducescatter`` raises
-HorovodInternalError, and ``sparse_allreduce_async`` checks neither ``op`` nor the layout of its tensor. All functions raise
-HorovodInternalError if the ranks' calls do not match, a rank failed, or Horovod was shut down or is not initialized.
+HorovodInternalError. All functions raise HorovodInternalError if the ranks' calls do not match, a rank failed, or Horovod
+was shut down or is not initialized.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from dualtrain.hvd.arithmetic import Average
+from dualtrain.hvd.arithmetic import NAMES, Average, Sum
 from dualtrain.hvd.basics import engine
 from dualtrain.hvd.calls import ALLGATHER, ALLTOALL, BROADCAST, REDUCESCATTER, usable_set
 from dualtrain.hvd.compression import AnyCompressor, Compression
@@ -181,13 +181,18 @@ def grouped_reducescatter_async(
 def sparse_allreduce_async(
     tensor: torch.Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
-    """Start the sum (or with ``Average`` the average) of sparse tensors, by gathering their indices and values.
+    """Start the sum or average (``op``) of sparse COO tensors of one shape, by gathering their indices and values.
 
     Return a function that blocks and returns the new sparse tensor, in which indices may repeat.
     """
+    if op not in (Average, Sum):
+        raise ValueError(f"op={NAMES.get(op, op)} of sparse tensors cannot be computed: pass hvd.Average or hvd.Sum")
+    if getattr(tensor, "layout", None) is not torch.sparse_coo:
+        raise ValueError("a sparse COO tensor is needed: convert the tensor with to_sparse(), or call allreduce_async")
     # _indices() and _values() are private in torch 2.5 to 2.15. The public indices() and values() refuse uncoalesced
     # tensors, such as gradients.
-    indices = allgather_async(tensor._indices().t().contiguous(), f"{name}.indices", process_set)
+    options = call_options(f"{name}.indices", process_set, op=op, shape=list(tensor.shape))
+    indices = start(ALLGATHER, [tensor._indices().t().contiguous()], options, finish=first)
     values = allgather_async(tensor._values(), f"{name}.values", process_set)
 
     def result() -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.hvd.worlds import EVERY, OURS_3, check, library, mean_of_ranks, same, sum_of_ranks
+from tests.hvd.worlds import EVERY, OURS, OURS_3, check, library, mean_of_ranks, same, sum_of_ranks
 
 
 def gathers(backend):
@@ -171,6 +171,29 @@ def sparse(backend):
 @EVERY
 def test_sparse_allreduce_equals_a_dense_one(real):
     real(sparse)
+
+
+def wrong_sparse(backend):
+    """Refuse other operations and layouts, and ranks that differ. Horovod checks none of these."""
+    with library(backend) as hvd:
+        me, x = hvd.rank(), torch.eye(4).to_sparse()
+
+        def reduce(tensor, op):
+            return lambda: hvd.sparse_allreduce_async(tensor, "x", op)().to_dense()
+
+        check(
+            hvd,
+            same("minimum", reduce(x, hvd.Min), "ValueError"),
+            same("dense", reduce(x.to_dense(), hvd.Sum), "ValueError"),
+            same("shapes", reduce(torch.eye(4 + me).to_sparse(), hvd.Sum), "HorovodInternalError"),
+            same("operations", reduce(x, hvd.Average if me else hvd.Sum), "HorovodInternalError"),
+            same("afterwards", reduce(x, hvd.Average), torch.eye(4).tolist()),
+        )
+
+
+@OURS
+def test_sparse_allreduce_refuses_what_it_cannot_compute(real):
+    real(wrong_sparse)
 
 
 def in_a_set(backend):
