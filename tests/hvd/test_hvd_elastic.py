@@ -379,6 +379,15 @@ def test_steps_repeated_after_a_restore_give_the_same_bits(sent, kind):
     assert_same(ends[0], ends[2])
 
 
+def test_a_restore_discards_the_gradients_of_the_failed_step(sent):
+    trained = training()
+    step(trained)
+    trained.commit()
+    trained.model(torch.rand(5, 3)).sum().backward()
+    trained.restore()
+    assert all(p.grad is None for p in trained.model.parameters())
+
+
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_an_optimizer_saved_before_its_first_step_is_restored_without_state(sent, kind):
     held = training(kind)

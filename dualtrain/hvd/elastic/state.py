@@ -103,8 +103,14 @@ class OptimizerStateHandler(StateDictHandler):
     _saved_optimizer_state = property(lambda self: self._saved)
 
     def restore(self) -> None:
-        """Load a copy of the saved state, and keep its dtypes."""
+        """Load a copy of the saved state, and keep its dtypes.
+
+        Discard all gradients: a program that sets them to zero after the step would add the next ones to those of the step
+        that failed.
+        """
         load_optimizer_state(self.value, copy.deepcopy(self._saved))
+        for p in (p for group in self.value.param_groups for p in group["params"]):
+            p.grad = None
 
     def sync(self) -> None:
         """Load the root's state and options."""
@@ -158,7 +164,7 @@ class TorchState(ObjectState):
     Example: after ``state = TorchState(model, optimizer, epoch=0)``, the epoch is ``state.epoch``.
 
     ``restore`` also restores this rank's random number generators (Python's, NumPy's if it is imported, torch's for the
-    CPU and the current GPU). ``sync`` does not change them.
+    CPU and the current GPU), and discards the gradients of the optimizers' parameters. ``sync`` changes neither.
 
     Args:
         model: a module, if any.
