@@ -28,6 +28,8 @@ class Exchanger(Protocol):
 
     base_name: str
     channel_name: str
+    #: Number among the reducers of this base name, in the order in which this process made them.
+    made: int
     closed: bool
     exchanges: int
     announced: set[int]
@@ -88,6 +90,7 @@ class Exchangers:
         self.added: dict[str, list[str]] = {}
         self._references: list[weakref.ref[Exchanger]] = []  # made in this world, in the order of their registration
         self._earlier: list[weakref.ref[Exchanger]] = []  # made in earlier worlds
+        self._made: Counter[str] = Counter()  # base name → number of reducers that were made
         #: All reducers, including those that send gradients through requests to rank 0.
         self.reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
         #: Channel name → number of the last exchange in which this rank took part. Kept when the reducer is freed.
@@ -97,24 +100,27 @@ class Exchangers:
         #: Exchanges whose results this rank has not used, although it has taken part in them.
         self.unused: set[tuple[str, int]] = set()
 
-    def register(self, exchanger: Exchanger) -> None:
-        """Register ``exchanger``: the engine will inform it when ranks join."""
+    def register(self, exchanger: Exchanger) -> int:
+        """Register ``exchanger``: the engine will inform it when ranks join. Return the value of its ``made``."""
         self._references = [reference for reference in self._references if reference() is not None]
         self._references.append(weakref.ref(exchanger))
+        self._made[exchanger.base_name] += 1
+        return self._made[exchanger.base_name]
 
     def alive(self) -> list[Exchanger]:
         """Return the registered reducers that still exist: first those made in this world."""
         return [one for reference in (*self._references, *self._earlier) if (one := reference()) is not None]
 
-    def find(self, channel_name: str) -> Exchanger | None:
+    def find(self, channel_name: str, made: int) -> Exchanger | None:
         """Return the reducer of the channel.
 
-        If there is none, return the first open reducer that has the channel's base name, and no channel yet.
+        If there is none, return an open reducer that has the channel's base name, and no channel yet: the one with the
+        number ``made``, as on the rank that uses the channel, else the first one.
         """
         base, alive = channel_name.rpartition(".")[0], self.alive()
         known = [one for one in alive if one.channel_name == channel_name]
         unused = [one for one in alive if not one.channel_name and one.base_name == base and not one.closed]
-        return next(iter(known + unused), None)
+        return next(iter(known + [one for one in unused if one.made == made] + unused), None)
 
     def skip(self, channel_name: str, added: list[str]) -> None:
         """Count an exchange for which the engine has sent zeros, because this rank has joined.

@@ -144,7 +144,7 @@ class Engine:
             channel, number = request["channel"], request["exchange"]
             if self.exchangers.done.get(channel, 0) >= number:
                 continue  # this rank took part before it joined; a slower rank is still in that step
-            exchanger = begun.get(channel) or self.exchangers.find(channel)
+            exchanger = begun.get(channel) or self.exchangers.find(channel, request["made"])
             if exchanger is None:
                 self.end_world(
                     f"join() was called, but there is no optimizer for the gradients {channel!r} of other ranks: make the "
@@ -237,8 +237,8 @@ class Engine:
         if self.joined_ranks:
             exchange, channel = exchanger.exchanges, exchanger.channel_name
             exchanger.announced.add(exchange)
-            request = {"channel": channel, "exchange": exchange, "added": exchanger.added, "set": exchanger.set_id}
-            self.send({"kind": "join_with_zeros", **request})
+            request = {"channel": channel, "exchange": exchange, "made": exchanger.made, "added": exchanger.added}
+            self.send({"kind": "join_with_zeros", **request, "set": exchanger.set_id})
 
     def drop(self, channel: str, exchange: int, set_id: int) -> None:
         """Report to all ranks of the process set that this rank discards the result of an exchange of gradients."""

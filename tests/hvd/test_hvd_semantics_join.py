@@ -159,6 +159,30 @@ def test_optimizers_step_while_a_rank_has_joined(real, divide_by, op, passes, on
     real(optimizers, divide_by, op, passes, on_cpu)
 
 
+def equal_names(backend):
+    """Join on rank 1 without any step. The other ranks step two optimizers of parameters with the same name."""
+    with library(backend) as hvd:
+        me, size = hvd.rank(), hvd.size()
+        p, q = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+        first, second = (hvd.DistributedOptimizer(torch.optim.SGD([x], 1.0), [("p", x)], op=hvd.Sum) for x in (p, q))
+        if me != 1:
+            for x, optimizer in [(q, second), (p, first)]:
+                x.sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        hvd.join()
+        before = p.tolist() + q.tolist()
+        (p.sum() + 10 * q.sum()).backward()
+        first.step()
+        second.step()
+        assert p.tolist() + q.tolist() == [x - size for x in before[:3]] + [x - 10 * size for x in before[3:]]
+
+
+@OURS
+def test_a_joined_rank_takes_part_with_the_optimizer_that_the_other_ranks_use(real):
+    real(equal_names)
+
+
 def before_any_step(backend):
     """Join on rank 1 without any step. In their first step, the other ranks agree on the parameters without rank 1."""
     with library(backend) as hvd:
