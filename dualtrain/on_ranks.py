@@ -30,7 +30,7 @@ def on_all_ranks(backend: Backend, what: str, task: Callable[[], T]) -> T:
     except (UserError, OSError) as error:
         problem, trace = _problem(what, error), getattr(error, "trace", "")
     problems = backend.allgather_object(problem, name=what)
-    for rank, found in enumerate(problems):
+    for rank, found in zip(backend.members, problems, strict=True):
         if found is not None:
             if all(other is not None for other in problems):
                 raise _shared(found, trace)

@@ -142,7 +142,7 @@ def _differences(backend: Primitives, mine: str) -> str:
     descriptions = exchange_text(backend.compare_numbers, mine, _DESCRIPTION_BYTES)
     if all(each.endswith(_IN_SECOND_THREAD) for each in descriptions):  # then the calls differ in something else
         descriptions = [each.removesuffix(_IN_SECOND_THREAD) for each in descriptions]
-    for rank, description in enumerate(descriptions):
+    for rank, description in zip(backend.members, descriptions, strict=True):
         ranks_of.setdefault(description, []).append(str(rank))
     return "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}: {what}" for what, ranks in ranks_of.items())
 

@@ -79,7 +79,8 @@ class ObjectCalls(Movement):
         reasons = exchange_text(self.compare_numbers, "" if problem is None else str(problem), _REASON_BYTES)
         if problem is not None:
             raise problem
-        raise BackendError(f"{ranks_in_words(refused)} could not send an object: {reasons[refused[0]]}")
+        ranks = ranks_in_words(self.members[rank] for rank in refused)
+        raise BackendError(f"{ranks} could not send an object: {reasons[refused[0]]}")
 
 
 def _encoded(obj: Any) -> tuple[torch.Tensor | None, TypeError | None]:

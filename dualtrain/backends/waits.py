@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from dualtrain.backends.watch import Watch
+from dualtrain.differences import ranks_in_words
 from dualtrain.errors import BackendError, PeerFailedError, PeerFailure, one_line
 from dualtrain.launchers import World
 
@@ -125,7 +126,12 @@ class Waits:
             missing = self._missing(dict(self.watch.waiting)) if waited else []
             if missing:
                 reason = f"waited for {_missing_text(missing)} ({reason})"
-        return BackendError(f"{what} failed on rank {self.rank} of {self.size}: {reason}")
+        return BackendError(f"{what} failed on {self._in_words()}: {reason}")
+
+    def _in_words(self) -> str:
+        """Return ``rank 0 of 2``, or in a group ``rank 2 of ranks 0, 2``: the numbers are those of ranks in the job."""
+        of_job = self.members == tuple(range(self.size))
+        return f"rank {self.job_rank} of {self.size if of_job else ranks_in_words(self.members)}"
 
     def _timeout_message(self) -> str:
         """Return the message of a timeout, which names the ranks that have not reached the operation."""
@@ -164,7 +170,7 @@ class Waits:
 
     def _peer_failed_error(self, what: str, failure: PeerFailure) -> PeerFailedError:
         self._ended_by_leaving = self._ended_by_leaving or failure.quiet
-        return PeerFailedError(f"{what} cannot end on rank {self.rank} of {self.size}: {failure.describe()}", failure)
+        return PeerFailedError(f"{what} cannot end on {self._in_words()}: {failure.describe()}", failure)
 
     def whole_call(self, call: Callable[[], T]) -> T:
         """Return the result of ``call``, which makes collective calls.
@@ -184,7 +190,7 @@ class Waits:
             # steps, so ``finally`` releases the lock in any case.
             acquired.extend(map(self._turn.acquire, (False,)))
             if True not in acquired:
-                raise BackendError(f"two threads call this backend at once on rank {self.rank}: {_ONE_THREAD}")
+                raise BackendError(f"two threads call this backend at once on rank {self.job_rank}: {_ONE_THREAD}")
             return call()
         except Exception:
             raise

@@ -37,8 +37,9 @@ def refuse_other_order(backend: Backend, named: Sequence[tuple[str, torch.Tensor
     other, first = pairs[0]
     lists = backend.allgather_object(mine, name="order of parameters")
     number = next(i for i, (a, b) in enumerate(zip(lists[first], lists[other], strict=True)) if a != b)
+    one, two = backend.members[first], backend.members[other]
     raise BackendError(
-        f"ranks {first} and {other} have the same parameters in different orders ({named[number][0]!r} is the first one "
+        f"ranks {one} and {two} have the same parameters in different orders ({named[number][0]!r} is the first one "
         "that differs), so that gradients of different parameters would be averaged: give the optimizer its parameters in "
         "the same order on every rank, as a list and not as a set"
     )

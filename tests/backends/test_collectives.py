@@ -23,6 +23,7 @@ from dualtrain import (
     BackendError,
     PeerFailedError,
     ReduceOp,
+    UserError,
     average_buffers,
     broadcast_optimizer_state,
     broadcast_parameters,
@@ -35,6 +36,7 @@ from dualtrain.backends.inference import ordinary
 from dualtrain.backends.sum_order import sum_order
 from dualtrain.backends.wire import average_
 from dualtrain.gradients import GradientReducer
+from dualtrain.on_ranks import on_all_ranks
 from tests.conftest import require_horovod
 from tests.threads import ThreadsBackend, run_threads
 
@@ -639,6 +641,48 @@ def wrong_groups(backend):
 
 def test_groups_without_ranks_or_with_unknown_ranks_are_refused(spmd):
     spmd(wrong_groups)
+
+
+def errors_of_a_group(backend):
+    """Cause errors in a group of ranks 1 and 3, whose own ranks are 0 and 1; return their messages."""
+    group = backend.group([1, 3])
+    if group is None:
+        return None
+    last, params = backend.rank == 3, [torch.nn.Parameter(torch.full((2,), float(number))) for number in range(2)]
+    named = [(str(number), p) for number, p in enumerate(params[::-1] if last else params)]
+    reducer = GradientReducer(named, group)
+
+    calls = [
+        lambda: group.barrier("b" if last else "a"),
+        lambda: group.allgather_object(Unknown() if last else 1),
+        lambda: sum(p.sum() for p in params).backward(),
+        lambda: on_all_ranks(group, "task", partial(raising, UserError("no file")) if last else int),
+        lambda: group.await_bounded("a sum", lambda seconds: raising(TimeoutError("late"))),
+    ]
+    messages = []
+    for call in calls:
+        with pytest.raises((BackendError, TypeError, UserError)) as caught:
+            call()
+        messages.append(str(caught.value))
+    reducer.close()
+    return messages
+
+
+def raising(error):
+    raise error
+
+
+def test_errors_in_a_group_name_its_ranks_by_their_ranks_in_the_job():
+    _, first, _, last = run_threads(4, errors_of_a_group)
+    beginnings = [
+        "the ranks do not agree on a collective call: rank 1: barrier of 'a'; rank 3: barrier of 'b'",
+        "rank 3 could not send an object: ",
+        "ranks 1 and 3 have the same parameters in different orders",
+        "rank 3: no file",
+        "a sum failed on rank 1 of ranks 1, 3: late",
+    ]
+    assert [message[: len(expected)] for message, expected in zip(first, beginnings, strict=True)] == beginnings
+    assert last[4] == "a sum failed on rank 3 of ranks 1, 3: late"
 
 
 # -- objects ------------------------------------------------------------------------------------------------------
