@@ -191,7 +191,7 @@ def averaged_buffers(model: torch.nn.Module, backend: Backend, *, trained: bool)
     finally:
         with torch.no_grad():
             for name, buffer, before in own:
-                buffer.copy_(before)
+                ordinary(buffer).copy_(before)
                 path, _, key = name.rpartition(".")
                 module = modules[path]
                 if getattr(module, key, None) is not buffer:

@@ -197,11 +197,15 @@ def made_in_inference_mode(backend):
     check(tensors_of(model), tensors_of(expected))
     with torch.inference_mode():
         model.table.fill_(backend.rank)
+    mean = [(backend.size - 1) / 2] * 3
+    with state.averaged_buffers(model, backend, trained=True):
+        assert model.table.tolist() == mean
+    assert model.table.tolist() == [backend.rank] * 3
     average_buffers(model, backend)
-    assert model.table.tolist() == [(backend.size - 1) / 2] * 3
+    assert model.table.tolist() == mean
 
 
-def test_a_model_that_was_made_in_inference_mode_is_broadcast_and_averaged(typical):
+def test_a_model_that_was_made_in_inference_mode_is_broadcast_averaged_and_restored(typical):
     typical(made_in_inference_mode)
 
 
