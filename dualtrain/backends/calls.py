@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import warnings
 from collections.abc import Callable
@@ -34,6 +35,7 @@ class Calls(Primitives):
         self._of_thread = threading.local()  # not the thread's ID, which a later thread may reuse
         self._of_thread.made_backend = True
         self._open = True
+        self._process = os.getpid()
 
     @not_compiled
     def with_flag(self, call: Callable[[], T], flag: bool) -> tuple[T, bool]:
@@ -50,8 +52,25 @@ class Calls(Primitives):
             self.flag = False
 
     def drain(self) -> None:
-        """Block until the asynchronous calls made so far have ended, so that the next primitive starts after them."""
+        """Block until the asynchronous calls made so far have ended, so that the next primitive starts after them.
+
+        Raises:
+            BackendError: as :meth:`check_process`.
+        """
+        self.check_process()
         self._queue.drain()
+
+    def check_process(self) -> None:
+        """Check that this process is the rank's own: the other ranks would take data of a forked child for the rank's.
+
+        Raises:
+            BackendError: this process was forked from the rank, and the backend has several ranks.
+        """
+        if self.size > 1 and os.getpid() != self._process:
+            raise BackendError(
+                f"this process was forked from rank {self.job_rank}, and cannot use that rank's backend: make collective "
+                "calls and backward passes in the rank's own process, and none in a data worker, for example"
+            )
 
     def settle(self) -> None:
         """Deprecated name of :meth:`drain`."""
@@ -112,6 +131,7 @@ class Calls(Primitives):
     def _check_open(self) -> None:
         if not self._open:
             raise BackendError(CLOSED)
+        self.check_process()
 
     def _checked_root(self, root: int) -> int:
         root = index(root)  # convert any integer type to int: the ranks compare the text of the call

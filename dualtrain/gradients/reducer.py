@@ -401,6 +401,7 @@ class GradientReducer:
                 self._exchange.send_next(self._scalars)
 
     def _begin_pass(self) -> None:
+        self.backend.check_process()  # before a gradient is copied to a bucket, which may be in shared memory
         # The last pass may have failed, or an interrupt may have stopped the exchange at the end of that pass.
         if self._ending is not None or self._exchange.is_unfinished:
             self._forget_failed_pass()

@@ -40,7 +40,7 @@ from dualtrain.rendezvous import meeting_point
 from dualtrain.rendezvous.hosts import gloo_interface, variables
 from dualtrain.rendezvous.left_over import refuse_left_over
 from tests.conftest import require_horovod
-from tests.forked import run
+from tests.forked import in_child, run
 from tests.pool import free_port
 
 PAIR = World(0, 2, 0, 2, launcher="environment", rendezvous=("127.0.0.1", 1))
@@ -603,6 +603,33 @@ def test_a_forked_child_does_not_end_the_groups_of_its_parent(tmp_path):
     # The modules that are loaded before the fork include triton, whose bindings print at exit what they have leaked.
     said = [line for line in end.stderr.splitlines() if not re.search("nanobind|leaked|skipped remainder|refleaks", line)]
     assert (end.returncode, end.stdout, said) == (0, "3 3 3\n", [])
+
+
+def calls_of_children(backend):
+    """Make calls and run backward in a child of each rank: this fails, and does not change the ranks' own results."""
+    p = torch.nn.Parameter(torch.zeros(3))
+    optimizer = dualtrain.DistributedOptimizer(torch.optim.SGD([p], 0.0), backend=backend)
+    p.sum().backward()  # makes the bucket
+    optimizer.zero_grad()
+
+    def child():
+        calls = backend.barrier, lambda: backend.allreduce_async(torch.ones(2)), backend.channel, (p * 100).sum().backward
+        for call in calls:
+            with pytest.raises(BackendError, match=f"this process was forked from rank {backend.rank}, and cannot use"):
+                call()
+
+    assert in_child(child) == 0
+    ((backend.rank + 1) * p.sum()).backward()
+    assert p.grad.tolist() == [1.5] * 3
+    assert backend.allreduce(torch.ones(2), "sum").tolist() == [2.0] * 2
+    optimizer.close()
+
+
+@pytest.mark.parametrize("name", ["torch", "shm"])
+def test_a_forked_child_cannot_use_the_backend_of_its_parent(pool, name):
+    """Otherwise the other ranks would use the child's data in place of its parent's."""
+    pool.connect(name, 2)
+    pool.run(calls_of_children)
 
 
 def test_the_default_process_group_is_made_only_on_request():
