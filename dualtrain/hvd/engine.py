@@ -99,9 +99,13 @@ class Engine:
 
         Raises:
             ValueError: this rank has an unfinished call of the same kind and name, or ``name`` is not a string.
-            HorovodInternalError: the world has ended.
+            HorovodInternalError: the world has ended, or this process was forked from a rank.
         """
         check_name(name)
+        try:
+            self.backend.check_process()
+        except BackendError as error:
+            raise HorovodInternalError(str(error)) from error
         # Don't count autograd's threads (dummy threads for ``threading``): the main thread waits while they run backward.
         thread = threading.current_thread()
         if thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread):

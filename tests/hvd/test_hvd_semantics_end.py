@@ -265,6 +265,23 @@ def test_a_timeline_has_calls_that_began_before_it_and_a_line_per_gradient(real,
     assert names == {"NEGOTIATE_ALLREDUCE", "NEGOTIATE_CHANNEL", "NEGOTIATE_BARRIER"}
 
 
+def calls_of_children(backend):
+    """Make a call in a child of each rank, and the same call on the ranks."""
+    with library(backend) as hvd:
+
+        def child():
+            with pytest.raises(hvd.mpi_ops.HorovodInternalError, match=f"this process was forked from rank {hvd.rank()}"):
+                hvd.allreduce(torch.full((2,), 100.0), op=hvd.Sum, name="x")
+
+        assert in_child(child) == 0
+        assert hvd.allreduce(torch.ones(2), op=hvd.Sum, name="x").tolist() == [2.0] * 2
+
+
+@OURS_2
+def test_a_call_in_a_forked_child_of_a_rank_is_an_error(real):
+    real(calls_of_children)
+
+
 def initializes_for_cpus(backend, port):
     """Call ``init`` on a host with one GPU for two ranks, in a script that does not use the GPU."""
     hvd, rank = ours(), str(backend.rank)
