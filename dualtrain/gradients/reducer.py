@@ -54,7 +54,8 @@ class GradientReducer:
         carry: the former name of ``extra``; deprecated.
 
     In the first reduction, the ranks compare their parameters and options; a difference raises BackendError, which names
-    it. They also agree on which gradients are sparse: the indices and values of these gradients are gathered.
+    it. They also agree on which gradients are sparse: the indices and values of these gradients are gathered. Gradients
+    that become sparse only later are averaged as dense ones.
     ``param.grad`` becomes a view into a buffer. Some gradients are not replaced, and the average is copied into them: those
     to which the program has a reference, those that share memory with another tensor, and those that have a graph
     (``create_graph=True``). You may assign to ``param.grad`` or to its ``.data``.
