@@ -157,7 +157,7 @@ class Adapted:
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
         """See :class:`Objective`. If the callable returns only a mean, correct predictions are not counted.
 
-        A pair of weight 0 has no effect, even if its loss is 0/0.
+        A batch of weight 0 has no effect, even if its loss is 0/0.
 
         Raises:
             TypeError: the callable returns something else.
@@ -183,7 +183,8 @@ class Adapted:
             )
             raise TypeError(f"the loss returned {got}: return the mean over the samples, a tensor with one element")
         weight = float(self.count(targets))
-        return result, [result.item() * weight, weight, NOT_COUNTED, NOT_COUNTED]
+        total = result.item() * weight if weight else 0.0  # the mean of no terms is 0/0
+        return result, [total, weight, NOT_COUNTED, NOT_COUNTED]
 
 
 def _without_weight(outputs: Any, loss: Any, sums: list[float]) -> tuple[Any, list[float]]:

@@ -518,14 +518,15 @@ def own_loss(outputs, targets):
     return (outputs[:, 0] - targets).square().mean()
 
 
+@pytest.mark.parametrize("call", ["fit", "step"])
 @pytest.mark.parametrize("loss", [nn.NLLLoss(), own_loss])
-def test_an_empty_batch_changes_no_weights(loss):
+def test_an_empty_batch_changes_no_weights(loss, call):
     weights = []
     for batches in ([data(8), data(0), data(5)], [data(8), data(5)]):
         model = net()
         with connect("local") as backend:
             trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), loss, backend=backend)
-            trainer.fit(batches)
+            trainer.fit(batches) if call == "fit" else trainer.step(batches, 13.0)
         weights.append([p.detach() for p in model.parameters()])
     assert all(map(torch.equal, *weights))
 
