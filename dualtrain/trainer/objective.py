@@ -183,8 +183,8 @@ class Adapted:
             )
             raise TypeError(f"the loss returned {got}: return the mean over the samples, a tensor with one element")
         weight = float(self.count(targets))
-        total = result.item() * weight if weight else 0.0  # the mean of no terms is 0/0
-        return result, [total, weight, NOT_COUNTED, NOT_COUNTED]
+        sums = [result.item() * weight, weight, NOT_COUNTED, NOT_COUNTED]
+        return (result, sums) if weight else _without_weight(outputs, result, sums)
 
 
 def _without_weight(outputs: Any, loss: Any, sums: list[float]) -> tuple[Any, list[float]]:

@@ -531,6 +531,24 @@ def test_an_empty_batch_changes_no_weights(loss, call):
     assert all(map(torch.equal, *weights))
 
 
+def an_empty_batch_with_sync_batchnorm(backend) -> None:
+    """Train on a batch that is empty on all ranks but the first; compare with one process that has rank 0's samples."""
+
+    def build() -> nn.Module:
+        model = net()
+        return nn.Sequential(model[0], nn.BatchNorm1d(16), *model[1:])
+
+    model, alone = build(), build()
+    synchronize_norms(model, backend)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), own_loss, backend=backend)
+    trainer.fit([data(0) if backend.rank else data()])
+    assert_close(train_in_one_process(alone, torch.optim.SGD(alone.parameters(), 0.5), 1, loss=own_loss), model)
+
+
+def test_a_batch_with_sync_batchnorm_may_be_empty_on_some_ranks():
+    run_threads(2, an_empty_batch_with_sync_batchnorm)
+
+
 def steps_with_an_empty_first_batch(backend, expected: list[torch.Tensor]):
     """Take three steps. Rank 1 has no samples, so it must get the number of targets per sample from rank 0."""
     model = net()
