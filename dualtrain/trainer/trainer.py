@@ -342,22 +342,25 @@ class Trainer:
         if not isinstance(epochs, Integral):
             raise ValueError(f"epochs={epochs!r} is not a whole number: give one")
         history: list[dict[str, float]] = []
+        had_batches = False
         for _ in range(epochs):
             _set_epoch(loader, self._epochs)
-            total = self._epoch(loader)
-            if history and not total[1] and not math.isnan(history[0]["loss"]):
+            total, has_batches = self._epoch(loader)
+            if had_batches and not has_batches:
                 raise ValueError(
                     f"no rank's loader has batches in epoch {len(history) + 1} of this fit(): a generator can be read only "
                     "once, so give a loader that can be read again, or call fit() with a new one for each epoch"
                 )
+            had_batches = has_batches
             history.append(training_metrics(total, ""))
             self._compare_weights()
             self._epochs += 1
         return history
 
-    def _epoch(self, loader: Iterable[Sequence[torch.Tensor]]) -> list[float]:
+    def _epoch(self, loader: Iterable[Sequence[torch.Tensor]]) -> tuple[list[float], bool]:
+        """Train on the loader once; return the sums of ``objective.NAMES``, and whether any rank had a batch."""
         training_mode(self.model)
-        total, left, expected = [0.0] * len(NAMES), _length(loader), 0.0
+        total, left, expected, has_batches = [0.0] * len(NAMES), _length(loader), 0.0, False
         norms = [layer for layer in self.model.modules() if is_synchronized(layer)]
         batches, ended, compare = iter(loader), False, True
         while True:
@@ -369,7 +372,7 @@ class Trainer:
             if compare or everywhere:
                 largest, some_end, all_end = self._compare_batches(mine)
                 if all_end:
-                    return total
+                    return total, has_batches
                 if some_end and everywhere:
                     raise RanksDifferError(
                         "the ranks have different numbers of batches, and SyncBatchNorm needs a batch of every rank in "
@@ -377,10 +380,12 @@ class Trainer:
                     )
                 expected = expected or largest * self.backend.size  # an estimate
             if mine and not len(mine[0][1]) and not everywhere:
-                mine = []  # the mean loss of an empty batch is not a number
+                mine = []  # some models fail with an empty batch
             step = self.step(mine, expected or 1.0, [float(not ended and left > 0), float(bool(mine)), 0.0])
-            if step.control_flags[1] and not step.totals[1] > 0:  # some ranks had a batch, and no target counts
-                self.advance_schedule()
+            if step.control_flags[1]:  # some ranks had a batch
+                has_batches = True
+                if not step.totals[1] > 0:  # no target counts
+                    self.advance_schedule()
             # If some rank certainly has another batch, the ranks need not compare before the next step.
             total, compare = added(total, step.totals), not (expected and step.control_flags[0])
 

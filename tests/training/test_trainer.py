@@ -649,6 +649,28 @@ def test_an_iterator_that_is_exhausted_in_the_second_epoch_is_refused():
     run_threads(2, body)
 
 
+class Masked:
+    """A loader of one batch. In the second epoch, no target counts."""
+
+    epochs = 0
+
+    def __iter__(self):
+        self.epochs += 1
+        inputs, targets = data(4)
+        yield inputs, torch.full_like(targets, -100) if self.epochs == 2 else targets
+
+
+def test_fit_continues_after_an_epoch_in_which_no_target_counts():
+    def body(backend) -> list[float]:
+        model = net()
+        trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
+        return [epoch["loss"] for epoch in trainer.fit(Masked(), epochs=3)]
+
+    for first, second, third in run_threads(2, body):
+        assert math.isnan(second)
+        assert third < first
+
+
 class Sized:
     """A loader of ``batches`` batches. ``len()`` of it returns ``length``, or fails if ``length`` is ``None``."""
 
