@@ -34,5 +34,5 @@ def test_torch_keeps_the_buffers_and_submodules_of_a_module_in_dicts():
     places = model, "_modules", "0", model[0]
     for module, name, key, value in [places, (model[0], "_buffers", "running_mean", model[0].running_mean)]:
         assert getattr(module, name, {}).get(key) is value, (
-            f"torch {torch.__version__} has no Module.{name}: change trainer/common_buffers.py"
+            f"torch {torch.__version__} has no Module.{name}: change common_buffers.py and averaged_weights.py in trainer/"
         )

@@ -6,6 +6,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from dualtrain.on_ranks import on_all_ranks, on_rank_zero
 from dualtrain.run_folder import checkpoint
 from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.run_folder.run_dir import BEST_WEIGHTS
+from dualtrain.training import records
 from dualtrain.training.assemble import load_task
 from dualtrain.training.optimizers import make_schedule, restore_rates
 from tests.hvd.worlds import worlds
@@ -62,6 +64,22 @@ def test_a_run_leaves_the_documented_files(tmp_path):
     steps = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert steps == ["best.safetensors", *(f"step-{step:08d}.safetensors" for step in (10, 20, summary["steps"]))]
     assert weights(tmp_path)
+
+
+def test_the_speed_in_metrics_jsonl_leaves_out_the_time_of_evaluations(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(records, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    output, options = parse(["--log-every", "2", "--log-seconds", "0"]).output, {"shown": True, "launcher": "none"}
+    found = records.Records(tmp_path, output, **options, total=9, done=0, evaluated=0, lock=FolderLock())
+    for step in range(1, 5):
+        now[0] += 1.0
+        found.step(step, 1, 10, {"loss": 0.5, "accuracy": 1.0, "lr": 0.1})
+        if step == 2:
+            now[0] += 100.0  # an evaluation
+            found.epoch(2, 1, 1, dict.fromkeys(("train_loss", "val_loss", "val_accuracy", "samples_per_second"), 0.5))
+    found.close()
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["samples_per_second"] for line in lines if line["kind"] == "step"] == [10.0, 10.0]
 
 
 def test_the_checkpoint_every_flag_also_saves_in_the_last_step_of_an_epoch(tmp_path):
@@ -302,8 +320,19 @@ def wide_in_training():
     return with_samples(dict.fromkeys(range(8), torch.zeros(4)), {})
 
 
+def half_without_target():
+    return tuple([(torch.zeros(3), -100 if number % 2 else 0) for number in range(8)] for _ in range(2))
+
+
 def linear():
     return torch.nn.Linear(3, 2)
+
+
+def test_steps_in_which_no_target_counts_advance_the_schedule(tmp_path):
+    own = ["--model", f"{__name__}:linear", "--dataset", f"{__name__}:half_without_target", "--classes", "2"]
+    flags = ["--workers", "0", "--global-batch-size", "1", "--epochs", "1", "--schedule", "polynomial", "--lr", "0.8"]
+    train_alone(*own, *flags, "--log-every", "1", "--run-dir", str(tmp_path))
+    assert list(rates(tmp_path).values()) == pytest.approx([0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1])
 
 
 @pytest.mark.parametrize(

@@ -163,8 +163,8 @@ def test_settings_that_depend_on_the_world_size_are_refused_with_virtual_ranks(m
 
 
 @pytest.mark.parametrize("value", ["0", "4097", "2.5"])
-def test_a_number_of_virtual_ranks_out_of_bounds_is_refused(value):
-    with pytest.raises((UserError, SystemExit)):
+def test_the_number_of_virtual_ranks_must_be_a_whole_number_within_bounds(value):
+    with pytest.raises(UserError, match=f"--virtual-ranks must be a whole number from 1 to 4096, not '{value}'"):
         parse(["--virtual-ranks", value])
 
 
