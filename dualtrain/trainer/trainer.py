@@ -466,7 +466,7 @@ class Trainer:
         return metrics(total, prefix)
 
     def common_buffers(self) -> AbstractContextManager[None]:
-        """Return a context in which running statistics are the average over the ranks, equal on all ranks. Collective."""
+        """Return a context in which :attr:`evaluated` has the average of all ranks' running statistics. Collective."""
         return self._parts.common_buffers(self.evaluated)
 
     @property
