@@ -399,7 +399,7 @@ class Trainer:
         return largest, some_end > 0, not some_have
 
     def to_device(self, batch: Sequence[torch.Tensor]) -> Tensors:
-        """Copy ``batch`` to the backend's device. Raises TypeError if it is not (inputs, targets)."""
+        """Copy ``batch`` to the backend's device. Raises TypeError if it is not (inputs, targets), or is one sample."""
         if not isinstance(batch, Sequence) or len(batch) != 2 or not all(isinstance(part, torch.Tensor) for part in batch):
             found = type(batch).__name__
             if isinstance(batch, tuple | list) and batch:
@@ -409,6 +409,8 @@ class Trainer:
                 "that makes one"
             )
         inputs, targets = batch
+        if not targets.dim():
+            raise TypeError("the targets of a batch have no dimension: give a DataLoader of the dataset, not the dataset")
         device = self.backend.device
         return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 

@@ -795,6 +795,9 @@ def test_a_batch_that_is_not_a_pair_is_refused():
         ):
             with pytest.raises(TypeError, match=rf"pair of tensors, \(inputs, targets\), not {found}: give the loader"):
                 trainer.evaluate([batch])
+        for use in (trainer.fit, trainer.evaluate):
+            with pytest.raises(TypeError, match="targets of a batch have no dimension: give a DataLoader of the dataset"):
+                use(TensorDataset(*data(4)))
         model.eval()
         trainer.evaluate([data(4)])
         assert not model.training
