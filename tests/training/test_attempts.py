@@ -8,6 +8,7 @@ import re
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -209,31 +210,30 @@ def test_the_step_of_a_death_is_the_later_of_the_steps_in_the_event_and_in_the_p
     assert death.step == (8 if more == {"step": 8} else 7)
 
 
-def test_the_failure_of_another_rank_is_recorded_as_the_cause(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("rank", "failed", "recorded"), [(0, 3, True), (1, 3, False), (1, 0, True), (2, 0, False)])
+def test_the_failure_of_another_rank_is_recorded_as_the_cause_by_one_rank(tmp_path, rank, failed, recorded):
+    reports: list[PeerFailure] = []
+    watch = SimpleNamespace(on_peer_failure=reports.append, failure=None)
+    attempt = Attempt(FolderLock())
     with connect("local") as backend:
-        reports: list[PeerFailure] = []
-
-        class Watch:
-            on_peer_failure = staticmethod(reports.append)
-            failure = None
-
-        monkeypatch.setattr(backend, "watch", Watch())
-        attempt = Attempt(FolderLock())
         attempt.begin(tmp_path, 5, backend)
 
-        def body() -> None:
-            with attempt.noting(backend):
-                backend.watch.on_peer_failure(PeerFailure(3, "died: without a report"))
-                raise BackendError("the sum failed")
+    def body() -> None:
+        with attempt.noting(SimpleNamespace(rank=rank, watch=watch)):
+            watch.on_peer_failure(PeerFailure(failed, "died: without a report"))
+            watch.failure = reports[0]
+            raise BackendError("the sum failed")
 
-        with pytest.raises(BackendError):
-            body()
-        assert [failure.rank for failure in reports] == [3]
-        monkeypatch.undo()
-        death = attempt_events.new_death(tmp_path, attempt_events.read_events(tmp_path))
-        assert death is not None
-        assert (death.cause, death.rank, death.trained, death.step) == ("died: without a report", 3, False, 5)
-        assert death.describe() == "rank 3 died: without a report, while the run started"
+    with pytest.raises(BackendError):
+        body()
+    assert [failure.rank for failure in reports] == [failed]
+    death = attempt_events.new_death(tmp_path, attempt_events.read_events(tmp_path))
+    assert death is not None
+    if not recorded:
+        assert (death.cause, death.rank) == ("not known", None)
+        return
+    assert (death.cause, death.rank, death.trained, death.step) == ("died: without a report", failed, False, 5)
+    assert death.describe() == f"rank {failed} died: without a report, while the run started"
 
 
 @pytest.mark.parametrize(
@@ -334,11 +334,11 @@ def test_a_run_that_died_three_times_by_a_transient_error_after_the_same_step_is
 def test_one_transient_record_of_a_failure_makes_the_death_transient(tmp_path):
     start = {"event": "start", "attempt": "a", "time": 1.0, "step": 2}
     failure = {"event": "failure", "attempt": "a", "time": 2.0, "cause": "stopped", "rank": 1, "requested": False}
-    lines = [start, failure, {**failure, "transient": True}, {**failure, "transient": 7}]
+    lines = [start, failure, {**failure, "cause": "later", "transient": True}, {**failure, "transient": 7}]
     (tmp_path / attempt_events.NAME).write_text("".join(json.dumps(line) + "\n" for line in lines))
     events = attempt_events.read_events(tmp_path)
     death = attempt_events.new_death(tmp_path, events)
-    assert (len(events), death.transient) == (3, True)
+    assert (len(events), death.cause, death.transient) == (3, "stopped", True)
     attempt_events.append_events(tmp_path, FolderLock(), attempt_events.as_event(death))
     assert attempt_events.deaths_of(attempt_events.read_events(tmp_path)) == [death]
 
