@@ -25,8 +25,10 @@ from dualtrain.on_ranks import on_all_ranks, on_rank_zero
 from dualtrain.run_folder import checkpoint
 from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.run_folder.run_dir import BEST_WEIGHTS
+from dualtrain.state import weights_sha256
+from dualtrain.trainer.rank_state import local_state, restore_local_state
 from dualtrain.training import records
-from dualtrain.training.assemble import load_task
+from dualtrain.training.assemble import load_task, make_model
 from dualtrain.training.optimizers import make_schedule, restore_rates
 from tests.hvd.worlds import worlds
 from tests.training.runs import train_alone
@@ -125,6 +127,22 @@ def test_evaluation_counts_every_sample_once(real):
     for their_loss, their_accuracy in real(evaluation):
         assert their_accuracy == accuracy
         assert their_loss == pytest.approx(loss, abs=1e-9)
+
+
+def draws(backend) -> tuple[str, float, float]:
+    """Return a hash of a new model, a random number drawn then, and one after a resume at another world size."""
+    config = parse([])
+    model = make_model(config.model, load_task(config.data, config.model.name, backend), 0, backend)
+    first = torch.rand(()).item()
+    state = backend.broadcast_object(local_state(model, backend.device))
+    restore_local_state(model, [state] * (backend.size + 1), backend)
+    return weights_sha256(model), first, torch.rand(()).item()
+
+
+def test_ranks_begin_with_equal_weights_and_draw_different_random_numbers(processes):
+    hashes, *numbers = zip(*processes(draws), strict=True)
+    assert len(set(hashes)) == 1
+    assert [len(set(drawn)) for drawn in numbers] == [processes.size] * 2
 
 
 @worlds(("torch", 3))
