@@ -248,6 +248,23 @@ def test_the_state_of_a_different_optimizer_is_refused(saved, loaded, words, tmp
             trainer.resume(tmp_path / "state")
 
 
+def test_a_resume_restores_the_scale_of_the_loss(tmp_path):
+    scalers = []
+    with connect("local") as backend:
+        for resumes in (False, True):
+            model = net()
+            trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, amp="fp16")
+            if resumes:
+                trainer.resume(tmp_path / "state")
+            else:
+                trainer.precision.scaler.update(512.0)
+                trainer.step([batch()], 6)
+                trainer.save(tmp_path / "state")
+            scalers.append(trainer.precision.scaler.state_dict())
+    assert scalers[0] == scalers[1]
+    assert (scalers[1]["scale"], scalers[1]["_growth_tracker"]) == (512.0, 1)
+
+
 def test_averaged_weights_start_from_the_weights_of_a_state_without_an_average(tmp_path):
     with connect("local") as backend:
         model = net()
