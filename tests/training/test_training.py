@@ -121,6 +121,13 @@ def evaluation(backend) -> tuple[float, float]:
     return values["val_loss"], values["val_accuracy"]
 
 
+def test_label_smoothing_changes_the_loss_of_the_training_but_not_of_the_evaluation(tmp_path):
+    flags = ("--max-steps", "1", "--lr", "1e-30", "--label-smoothing")
+    plain, smoothed = (train_alone(*flags, value, "--run-dir", str(tmp_path / value)) for value in ("0", "0.5"))
+    assert smoothed["val_loss"] == pytest.approx(plain["val_loss"], rel=1e-6)
+    assert smoothed["train_loss"] != pytest.approx(plain["train_loss"], rel=1e-3)
+
+
 def test_evaluation_counts_every_sample_once(real):
     with connect("local") as backend:
         loss, accuracy = evaluation(backend)
