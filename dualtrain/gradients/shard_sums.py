@@ -138,6 +138,10 @@ class ShardSums:
 @torch.no_grad()
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """Copy each of ``sources`` into the tensor of ``targets`` with the same index."""
-    if targets:
-        # Private in torch 2.5 to 2.15, and the only way to copy many tensors in one call.
+    if not targets:
+        return
+    # Private in torch 2.5 to 2.15, and the only way to copy many tensors in one call.
+    try:
         torch._foreach_copy_(targets, sources)
+    except NotImplementedError:  # gradients of a backward inside of forward-mode AD have tangents, which are not sent
+        torch._foreach_copy_(targets, [source.detach() for source in sources])

@@ -8,8 +8,9 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
-from dualtrain import BackendError
+from dualtrain import BackendError, DistributedOptimizer
 from dualtrain.gradients import GradientReducer
 from dualtrain.gradients.slots import may_be_kept
 from tests.models_for_tests import (
@@ -238,6 +239,27 @@ def penalizes(backend, retain):
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
 def test_averaged_gradients_keep_their_autograd_graph(typical):
     typical.each(penalizes, [(True,), (False,)])
+
+
+def differentiates_forward(backend, order):
+    """Run backward inside of forward-mode AD: a gradient that is added in place to an earlier one has a tangent."""
+    p = nn.Parameter(torch.linspace(-1, 1, 5))
+    p.grad = torch.zeros(5)
+    optimizer = DistributedOptimizer(torch.optim.SGD([p], lr=0.1), backend=backend, sum_order=order)
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        with forward_ad.dual_level():
+            x = forward_ad.make_dual(torch.full((5,), float(backend.rank)), torch.ones(5))
+            (x * p).pow(3).sum().backward()
+        mean = sum(3 * rank**3 for rank in range(backend.size)) / backend.size
+        torch.testing.assert_close(p.grad, mean * p.detach().square())
+        optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:FutureWarning")  # torch itself calls it
+def test_gradients_with_tangents_are_averaged(processes):
+    processes.each(differentiates_forward, [("backend",), ("canonical",)])
 
 
 @pytest.mark.skipif(
