@@ -228,8 +228,8 @@ def open_control_channel(ranks: Ranks, address: str, name: str) -> list[Connecti
         name: shown in errors.
 
     Raises:
-        BackendError: a rank did not connect within the timeout, or rank 0 cannot be reached.
-        OSError: on rank 0, if it cannot listen at ``address``.
+        BackendError: a rank did not connect within the timeout, or rank 0 cannot be reached or cannot listen at
+            ``address``.
     """
     if ranks.size == 1:
         return []
@@ -250,7 +250,13 @@ def _accept_all(ranks: Ranks, address: str, name: str) -> list[Connection]:
 def _accept_each(ranks: Ranks, address: str, name: str, connections: dict[int, Connection]) -> None:
     """Add a connection to ``connections`` for each rank but rank 0."""
     secret = secrets.token_hex(32)
-    with socket.create_server((address, 0), backlog=ranks.size) as server:
+    try:
+        server = socket.create_server((address, 0), backlog=ranks.size)
+    except OSError as error:
+        reason = f"{name}: rank 0 cannot listen at {address} ({error})"
+        ranks.broadcast_object({"failed": reason}, name=name)  # the other ranks wait for the address
+        raise BackendError(reason) from error
+    with server:
         deadline = time.monotonic() + ranks.timeout
         ranks.broadcast_object({"at": server.getsockname()[:2], "secret": secret}, name=name)
         while len(connections) < ranks.size - 1:
@@ -277,6 +283,8 @@ def _accept_each(ranks: Ranks, address: str, name: str, connections: dict[int, C
 
 def _dial_rank_zero(ranks: Ranks, name: str) -> Connection:
     where = ranks.broadcast_object(name=name)
+    if "failed" in where:
+        raise BackendError(where["failed"])
     try:
         return Connection.dial(tuple(where["at"]), ranks.rank, where["secret"], ranks.timeout)
     except (OSError, ValueError, TypeError, LookupError) as error:

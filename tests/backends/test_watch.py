@@ -481,6 +481,16 @@ def test_a_peer_that_sends_its_first_message_slowly_does_not_delay_ranks(monkeyp
     run_threads(2, intrude_slowly)
 
 
+def cannot_listen(backend):
+    with pytest.raises(BackendError, match=r"watch: rank 0 cannot listen at 192\.0\.2\.1 \(.*assign"):
+        Watch(backend, "192.0.2.1")
+    assert backend.allreduce(torch.ones(1), "sum").item() == backend.size
+
+
+def test_an_address_where_rank_0_cannot_listen_is_an_error_on_all_ranks():
+    run_threads(3, cannot_listen)
+
+
 def intrude_until_the_end(backend):
     if backend.rank == 0:
         backend.timeout = 0.5
