@@ -184,9 +184,9 @@ def averaged_buffers(model: torch.nn.Module, backend: Backend, *, trained: bool)
     if own:
         flag = torch.tensor([float(trained)], dtype=torch.float64, device="cpu")
         count = int(backend.allreduce(flag, "sum", name="ranks with statistics").item())
-    with torch.no_grad():
-        _average_buffers(named, backend, (count, trained) if 0 < count < backend.size else None)
     try:
+        with torch.no_grad():
+            _average_buffers(named, backend, (count, trained) if 0 < count < backend.size else None)
         yield
     finally:
         with torch.no_grad():

@@ -205,6 +205,25 @@ def made_in_inference_mode(backend):
     assert model.table.tolist() == mean
 
 
+def test_buffers_are_restored_if_an_average_fails_after_another_one(monkeypatch):
+    monkeypatch.setattr(state, "_CHUNK_BYTES", 1)
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
+    changed = []
+
+    def change_once(packed, *args, **options):
+        if changed:
+            raise BackendError("no answer")
+        changed.append(packed.add_(1))
+        return packed
+
+    with connect("local") as backend:
+        monkeypatch.setattr(backend, "allreduce_", change_once)
+        with pytest.raises(BackendError, match="no answer"), state.averaged_buffers(model, backend, trained=True):
+            pass
+    assert len(changed) == 1
+    assert weights_sha256(model) == weights_sha256(nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2)))
+
+
 def test_a_model_that_was_made_in_inference_mode_is_broadcast_averaged_and_restored(typical):
     typical(made_in_inference_mode)
 
