@@ -65,12 +65,6 @@ MODULE_NAMES = {
 #: Compressions, including dualtrain's own ``bf16``.
 COMPRESSIONS = {"Compression.bf16", "Compression.fp16", "Compression.none"}
 
-#: Arguments of DistributedOptimizer.
-WRAP_ARGUMENTS = {
-    *("optimizer", "named_parameters", "compression", "backward_passes_per_step", "op", "gradient_predivide_factor"),
-    *("num_groups", "groups", "sparse_as_dense", "process_set"),
-}
-
 #: Subpackages of horovod that dualtrain does not replace: ``data``, and those for frameworks other than torch.
 OTHER_FRAMEWORKS = {"data", "keras", "mxnet", "tensorflow"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from functools import cache
 from pathlib import Path
 from symtable import symtable
@@ -9,6 +10,8 @@ from symtable import symtable
 from dualtrain.horovodize.names import PUBLIC
 
 _ROOT = Path(__file__).parents[2]
+#: Modules of dualtrain.hvd that define its public functions.
+_OF_FUNCTIONS = ("basics", "forms", "functions", "gather_ops", "mpi_ops", "optimizer", "process_sets")
 
 
 def file_of(module: str) -> Path | None:
@@ -27,3 +30,15 @@ def defined_in(module: str) -> frozenset[str]:
     symbols = symtable(file.read_text(encoding="utf-8"), str(file), "exec").get_symbols()
     names = {one.get_name() for one in symbols if one.is_assigned() or one.is_imported()}
     return frozenset(names | PUBLIC if module == "dualtrain.hvd" else names)  # dualtrain.hvd imports * from mpi_ops
+
+
+@cache
+def parameters() -> dict[str, set[str]]:
+    """Return the public functions of ``dualtrain.hvd`` by name, each with the names of its parameters."""
+    files = (_ROOT / "dualtrain" / "hvd" / f"{module}.py" for module in _OF_FUNCTIONS)
+    nodes = (node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body)
+    return {
+        node.name: {part.arg for part in ast.walk(node.args) if isinstance(part, ast.arg)}
+        for node in nodes
+        if isinstance(node, ast.FunctionDef) and node.name in PUBLIC
+    }

@@ -633,6 +633,12 @@ CASES = [
         "o = hvd.DistributedOptimizer(o, named_parameters=p, process_set=even, groups=2, **more)",
     ),
     (
+        "unknown_argument",
+        "x = hvd.allreduce(x, mean=True)  # HERE",
+        "x = hvd.allreduce(x, average=True, op=None)\nhvd.join(device=0)\nstate = hvd.elastic.TorchState(model, epoch=0)\n"
+        "try:\n    hvd.init(ranks=[0])\nexcept TypeError:\n    hvd.init(comm=[0])",
+    ),
+    (
         "world_of_mpi",
         "from mpi4py import MPI\ncomm = MPI.COMM_WORLD\nhvd.init()\nx = comm.allgather(1)  # HERE\ny = comm.bcast(2)",
         "from mpi4py import MPI\ncomm = MPI.COMM_WORLD\nhvd.init()\nif args.mode == 'horovod':\n    x = hvd.rank()\n"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from dualtrain.horovodize.names import COMPRESSIONS, HOMES, MODULE_NAMES, PUBLIC, RANK_NAMES, WRAP_ARGUMENTS
+from dualtrain.horovodize.names import COMPRESSIONS, HOMES, MODULE_NAMES, PUBLIC, RANK_NAMES
 from dualtrain.horovodize.nodes import first_argument, keyword, last_name
+from dualtrain.horovodize.own_modules import parameters
 from dualtrain.horovodize.source import Finding, Source
 
 #: Modules of dualtrain.hvd that replace modules of horovod.common.
@@ -100,14 +101,14 @@ def uncalled(source: Source) -> Iterator[Finding]:
 
 
 def unknown_argument(source: Source) -> Iterator[Finding]:
-    """Arguments of DistributedOptimizer that only patched versions of Horovod have."""
-    for call in source.hvd_calls("DistributedOptimizer"):
+    """Keyword arguments that a function of horovod.torch does not have; patched versions of Horovod may have them."""
+    for call in source.hvd_calls(*parameters()):
+        name = source.hvd(call.func)
         for word in call.keywords:
-            if word.arg is not None and word.arg not in WRAP_ARGUMENTS:
-                message = (
-                    f"neither dualtrain nor Horovod 0.28.1 has the argument DistributedOptimizer({word.arg}=…); remove it"
-                )
-                yield Finding(call.lineno, "unsupported", message)
+            if word.arg is None or word.arg in parameters()[name] or source.is_caught(call, r"\b(TypeError|Exception)\b"):
+                continue
+            message = f"neither dualtrain nor Horovod 0.28.1 has the argument {name}({word.arg}=…); remove it"
+            yield Finding(call.lineno, "unsupported", message)
 
 
 def subclass_of_wrapper(source: Source) -> Iterator[Finding]:
