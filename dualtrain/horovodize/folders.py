@@ -15,7 +15,9 @@ from dualtrain.horovodize.script_file import parse_scripts
 from dualtrain.horovodize.source import Source
 
 #: Text of the lines that may import Horovod or a module that replaces it. ``uses_horovod`` decides.
-_IMPORTS = re.compile(rb"\b(import|from)\b[^#\r\n]{0,200}\b(horovod|dualtrain)\b|import_module\([\"'](horovod|dualtrain)\.")
+_IMPORTS = re.compile(
+    rb"\b(import|from)\b([^#\r\n]|\\\r?\n){0,200}\b(horovod|dualtrain)\b|import_module\(\s*[\"'](horovod|dualtrain)\."
+)
 _LEFT_OUT = {"__pycache__", "node_modules", "site-packages"}
 _QUIET = 5.0
 

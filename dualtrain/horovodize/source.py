@@ -112,8 +112,9 @@ class Source:
             for alias in node.names:
                 names = PUBLIC if alias.name == "*" and self._has_api(node.module) else [alias.name]
                 yield from ((alias.asname or name, f"{node.module}.{name}") for name in names)
-        elif isinstance(node, ast.Assign) and loaded_module(node.value):
-            yield from ((target.id, loaded_module(node.value)) for target in node.targets if isinstance(target, ast.Name))
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value and loaded_module(node.value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from ((target.id, loaded_module(node.value)) for target in targets if isinstance(target, ast.Name))
 
     @staticmethod
     def _has_api(module: str) -> bool:
@@ -209,7 +210,7 @@ class Source:
     @cached_property
     def uses_horovod(self) -> bool:
         """Return whether the script imports anything from horovod, or from a module of dualtrain that replaces it."""
-        names = (*self.imported_names, *self._stored_modules.values())
+        names = (*self.imported_names, *self._stored_modules.values(), *map(loaded_module, self.calls))
         return any(re.match(r"horovod|dualtrain\.(hvd|ray|spark)\b", name) for name in names)
 
     @cached_property

@@ -56,6 +56,16 @@ CASES = [
         "from importlib import import_module\nh = import_module('other')\nh.allreduce(x)",
     ),
     (
+        "discarded_result",
+        "h: object = import_module('horovod.torch')\nh.allreduce(x)  # HERE",
+        "if (h := import_module('other')) is not None:\n    h.allreduce(x)",
+    ),
+    (
+        "discarded_result",
+        "if (h := import_module('horovod.torch')) is not None:\n    h.allreduce(x)  # HERE",
+        "h: object\nh = import_module('other')\nh.allreduce(x)",
+    ),
+    (
         "discarded_result",  # an unknown module hides an import only in the function that loads this module
         "import importlib\ndef load(c):\n    hvd = importlib.import_module(c.name)\n    return hvd\n"
         "def main(hvd):\n    hvd.allreduce(x)  # HERE",
@@ -2163,6 +2173,10 @@ def test_a_model_is_compared_with_the_optimizers_of_all_files(tmp_path):
         "import os; import dualtrain.hvd as hvd",
         "try: import horovod.torch as hvd\nexcept ImportError: hvd = None",
         "import os\rimport horovod.torch as hvd\r",
+        "import os, \\\n    horovod.torch as hvd",
+        "def load():\n    return importlib.import_module('horovod.torch')",
+        "hvd: object = import_module(\n    'horovod.torch')",
+        "if hvd := import_module('horovod.torch'):\n    pass",
     ],
 )
 def test_checking_a_folder_reads_files_with_any_form_of_the_import(tmp_path, capsys, line):
