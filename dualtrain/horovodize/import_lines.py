@@ -9,14 +9,13 @@ from collections.abc import Iterator
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.imports import ENGINES, home
 from dualtrain.horovodize.nodes import loaded_module
+from dualtrain.horovodize.order import starts_ranks
 from dualtrain.horovodize.rules.environment import is_guarded
 from dualtrain.horovodize.source import Finding, Source
 
 #: Statements that import modules, and calls of importlib.import_module.
 _Import = ast.Import | ast.ImportFrom | ast.Call
 _IMPORTS = ast.Import, ast.ImportFrom, ast.Call
-#: Full names of functions and classes that start ranks from one process.
-_STARTERS = re.compile(r"horovod\.((run|ray|spark)\b|runner\.run$)")
 #: Libraries that import Horovod themselves.
 _IMPORTERS = re.compile(r"(ignite|lightning|pytorch_lightning)(\.|$)")
 
@@ -37,7 +36,7 @@ def import_edits(source: Source, initialized: bool) -> tuple[list[Finding], list
     stays = next((node for node, edits in changes if not edits), None)
     if not lines:
         return [], []
-    alone = _starts_ranks(source)
+    alone = any(map(starts_ranks, source.files))
     if any(_IMPORTERS.match(name) for name in source.imported_names):
         why = "a library that the script uses imports Horovod itself"
     elif not initialized:
@@ -51,12 +50,6 @@ def import_edits(source: Source, initialized: bool) -> tuple[list[Finding], list
     how = "as one process: python -m dualtrain.horovodize" if alone else "with torchrun -m dualtrain.horovodize"
     message = f"the import of Horovod is not changed: {why}; start the script {how}"
     return [], [Finding((stays or lines[0]).lineno, "differs", message)]
-
-
-def _starts_ranks(source: Source) -> bool:
-    """Return whether the program itself starts its ranks, by horovod.run, Spark or Ray, and so needs no launcher."""
-    names = (name for file in source.files for name in (*file.imported_names, *(file.name(one.func) for one in file.calls)))
-    return any(map(_STARTERS.match, names))
 
 
 def _is_of_torch(node: _Import) -> bool:

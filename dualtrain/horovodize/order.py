@@ -10,8 +10,10 @@ from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.nodes import argument_at, last_name
 from dualtrain.horovodize.source import Function, Scope, Source
 
-#: Libraries by which one process, the driver, runs a function on all ranks.
-_STARTS_RANKS = re.compile(r"(horovod|dualtrain)\.(run|spark|ray)\b|(pyspark|sparkdl|ray|dask)(\.|$)")
+#: Full names of modules, functions and classes by which one process, the driver, runs a function on all ranks.
+_STARTERS = re.compile(r"(horovod|dualtrain)\.((run|ray|spark)\b|runner\.run$)")
+#: Libraries by which a driver may do so too.
+_DRIVERS = re.compile(r"(pyspark|sparkdl|ray|dask)(\.|$)")
 
 #: Functions that a launcher may call on all ranks, if the script does not call them.
 ENTRY_POINTS = ("main", "train", "run", "train_fn", "main_worker", "train_func", "train_hvd", "train_loop_per_worker")
@@ -20,12 +22,18 @@ ENTRY_POINTS = ("main", "train", "run", "train_fn", "main_worker", "train_func",
 _LOOPS = ast.For | ast.AsyncFor | ast.While
 
 
+def starts_ranks(source: Source) -> bool:
+    """Return whether the script itself starts its ranks, by horovod.run, Spark or Ray, and so needs no launcher."""
+    return any(map(_STARTERS.match, (*source.imported_names, *(source.name(call.func) for call in source.calls))))
+
+
 def runs_on_driver(source: Source, node: ast.AST) -> bool:
     """Return whether ``node`` perhaps runs only in the driver.
 
-    That is so if the script imports a library that starts ranks, and the function around ``node`` does not call Horovod.
+    That is so if the script starts ranks, or imports a library that may do so, and if the function around ``node`` does not
+    call Horovod.
     """
-    if not any(_STARTS_RANKS.match(name) for name in source.imported_names):
+    if not (source.once(starts_ranks) or any(map(_DRIVERS.match, source.imported_names))):
         return False
     own = source.scopes[source.scope(node)]
     return not any(isinstance(part, ast.Call) and source.hvd(part.func) for part in own)

@@ -704,6 +704,12 @@ CASES = [
         "a, b = train_test_split(data, shuffle=False)\nmine = data[hvd.rank()]\na, b = train_test_split(mine)",
     ),
     (
+        "different_splits",
+        "from torch.utils.data import random_split\n" + WRAP + "a, b = random_split(data, [9, 1])  # HERE",
+        "import horovod\nfrom torch.utils.data import random_split\na, b = random_split(data, [9, 1])\n"
+        "def run():\n    hvd.init()\n    " + WRAP + "horovod.run(run, np=2)",
+    ),
+    (
         "different_splits",  # no finding if the driver splits the data before it starts the ranks
         "from sparkdl import HorovodRunner\nfrom torch.utils.data import random_split\ndef run():\n    hvd.init()\n    "
         + WRAP
