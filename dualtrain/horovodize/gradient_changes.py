@@ -12,6 +12,8 @@ from dualtrain.horovodize.source import Source
 #: Methods that change a tensor. Zeroing does not count: scripts zero all gradients before backward, and may zero the
 #: gradients of frozen parameters.
 _METHODS = ("add_", "clamp_", "clamp_max_", "clamp_min_", "clip_", "div_", "mul_", "sub_")
+#: More methods that change a tensor. Scripts also call them on gradients, with values that are averaged already.
+_MORE_METHODS = ("addcdiv_", "addcmul_", "copy_")
 #: Names of functions that run backward passes or steps, and so may average gradients.
 _PASSES = re.compile(r"backward|^step$")
 #: Attributes and methods of a tensor whose results do not depend on the tensor's elements.
@@ -42,7 +44,11 @@ def is_update(source: Source, node: ast.AST) -> bool:
     ``node`` may be a call of a method, an augmented assignment, or an assignment to ``p.data``. It must use elements of the
     gradient, and must call no function that may average gradients.
     """
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS:
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in (*_METHODS, *_MORE_METHODS)
+    ):
         target, used = node.func.value, [*node.args, *(word.value for word in node.keywords)]
     elif isinstance(node, ast.AugAssign):
         target, used = node.target, [node.value]

@@ -1335,6 +1335,8 @@ CASES = [
             ("p.data.mul_(p.grad > 0)", "p.data.mul_(0.9 if p.grad is not None else 1)", ""),
             ("p.data.add_(p.grad.sign())", "p.data.add_(torch.randn_like(p.grad.data))", ""),
             ("p.data += p.grad.data.norm()", "p.data += noise.to(p.grad.data.device)", ""),
+            ("p.data.copy_(p.data - 0.1 * p.grad)", "p.data.copy_(mean[p])", ""),
+            ("p.data.addcdiv_(p.grad, root, value=-0.1)", "p.data.addcdiv_(momentum, root, value=-0.1)", ""),
         )
     ),
     *(
