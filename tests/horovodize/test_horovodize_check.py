@@ -1641,6 +1641,17 @@ CASES = [
         WRAP + "def send(model):\n    hvd.broadcast_parameters(model.state_dict(), 0)\nif hvd.rank() == 0:\n"
         "    model.load_state_dict(x)\nsend(model)\nloss.backward()",
     ),
+    *(
+        (
+            "loaded_on_some_ranks",  # no finding if a sum over all ranks sends the state
+            WRAP + "if hvd.rank() == 0:\n    model.load_state_dict(x)  # HERE\nhvd.allreduce_(total)\nloss.backward()",
+            WRAP + f"if hvd.rank() == 0:\n    model.load_state_dict(x)\n{sums}\nloss.backward()",
+        )
+        for sums in (
+            "for p in model.parameters():\n    p.data.mul_(hvd.rank() == 0)\n    hvd.allreduce_(p.data, op=hvd.Sum)",
+            "hvd.grouped_allreduce_([p.data for p in model.parameters()], op=hvd.Sum)",
+        )
+    ),
     (
         "loaded_on_some_ranks",  # a helper function loads the state
         WRAP + "def load(net, path):\n    state = read(path)\n    net.load_state_dict(state)  # HERE\n"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import argument_at, is_bool, keyword, last_name, variables_in
+from dualtrain.horovodize.nodes import argument_at, given_values, is_bool, keyword, last_name, names_in, variables_in
 from dualtrain.horovodize.order import argument, calls_of, nodes_after
 from dualtrain.horovodize.rules.rank_values import may_send
 from dualtrain.horovodize.rules.seeds import seeds_ranks_alike
@@ -93,7 +93,7 @@ def loaded_on_some_ranks(source: Source) -> Iterator[Finding]:
             continue
         sender = "broadcast_parameters" if text in models else "broadcast_optimizer_state"
         others = any(ast.unparse(other.func) == ast.unparse(load.func) for other in loads if other is not load)
-        if others or not guards.is_on_some_ranks(place) or _is_sent_later(source, place, sender):
+        if others or not guards.is_on_some_ranks(place) or _is_sent_later(source, place, text, sender):
             continue
         given = f"{text}.state_dict()" if text in models else text
         message = (
@@ -119,12 +119,23 @@ def _loaded(source: Source, guards: Guards, load: ast.Call) -> tuple[ast.expr, a
     return owner, load
 
 
-def _is_sent_later(source: Source, load: ast.Call, sender: str) -> bool:
-    """Return whether a call of ``sender`` may follow ``load``.
+#: Calls that send a tensor of one rank if the tensors of all other ranks are zero.
+_SUMS = ("allreduce_", "allreduce_async_", "grouped_allreduce_", "grouped_allreduce_async_")
+
+
+def _is_in_loop_over(source: Source, call: ast.Call, model: str) -> bool:
+    """Return whether ``call`` is in a loop over parts of ``model``, or its arguments contain them."""
+    values = [*given_values(call), *(loop.iter for loop in source.around(call, ast.For))]
+    return any(model in names_in(value) for value in values)
+
+
+def _is_sent_later(source: Source, load: ast.Call, text: str, sender: str) -> bool:
+    """Return whether a call of ``sender``, or a sum over the tensors of the object ``text``, may follow ``load``.
 
     Also True if no training follows ``load``, as after the last epoch: the state need not be sent then.
     """
     sends = [(file, call) for file in source.files for call in file.calls if last_name(call.func) == sender]
+    sends += [(source, call) for call in source.hvd_calls(*_SUMS) if _is_in_loop_over(source, call, text)]
     if any(file is not source or source.scope(call) is not source.scope(load) for file, call in sends):
         return True
     trains = any(isinstance(node, ast.Call) and last_name(node.func) == "backward" for node in nodes_after(source, load))
