@@ -111,7 +111,7 @@ class Bindings:
         A fallback is assigned a constant or a loaded module, or is assigned in an exception handler or an ``else``.
         """
         statement = next((above for above in self._above(node) if isinstance(above, ast.stmt | ast.NamedExpr)), None)
-        value = statement.value if isinstance(statement, ast.Assign | ast.AnnAssign | ast.NamedExpr) else None
+        value = statement.value if isinstance(statement, ast.Assign | ast.NamedExpr) else None
         if value is not None and (isinstance(value, ast.Constant) or loaded_module(value)):
             return True
         below: ast.AST = node

@@ -51,7 +51,7 @@ class Source:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.tree = _with_constants_right(ast.parse(text))
+        self.tree = _normalized(ast.parse(text))
         #: All nodes in source order.
         self.nodes = list(_in_order(self.tree))
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
@@ -112,7 +112,7 @@ class Source:
             for alias in node.names:
                 names = PUBLIC if alias.name == "*" and self._has_api(node.module) else [alias.name]
                 yield from ((alias.asname or name, f"{node.module}.{name}") for name in names)
-        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and node.value and loaded_module(node.value):
+        elif isinstance(node, ast.Assign | ast.NamedExpr) and loaded_module(node.value):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             yield from ((target.id, loaded_module(node.value)) for target in targets if isinstance(target, ast.Name))
 
@@ -155,6 +155,10 @@ class Source:
         """Return the name of ``node`` in horovod.torch (``allreduce``, ``elastic.run``), or an empty string."""
         first, _, rest = self.hvd_path(node).partition(".")
         return rest if first in MODULE_NAMES and rest else f"{first}.{rest}".rstrip(".")
+
+    def called(self, call: ast.Call) -> str:
+        """Return the name in horovod.torch of the function that ``call`` calls, or else its last name in the script."""
+        return self.hvd(call.func) or last_name(call.func)
 
     def hvd_path(self, node: ast.AST) -> str:
         """Return the name of ``node`` in horovod.torch with its submodule (``mpi_ops.allreduce``), or an empty string."""
@@ -221,7 +225,7 @@ class Source:
             if isinstance(node, ast.Assign):
                 for target in node.targets:
                     found += [(ast.unparse(t), value, node) for t, value in _pairs(target, node.value)]
-            elif isinstance(node, ast.AnnAssign | ast.AugAssign) and node.value is not None:
+            elif isinstance(node, ast.AugAssign):
                 found.append((ast.unparse(node.target), node.value, node))
         return found
 
@@ -492,14 +496,23 @@ def connect(files: Sequence[Source]) -> None:
         file.files = [file, *(other for other in files if other is not file)]
 
 
-def _with_constants_right(tree: ast.Module) -> ast.Module:
-    """Change comparisons such as ``0 == rank`` to ``rank == 0``, and return ``tree``. Rules expect the second form."""
+def _normalized(tree: ast.Module) -> ast.Module:
+    """Change ``0 == rank`` to ``rank == 0``, and ``x: int = 1`` to ``x = 1``; rules expect these forms. Return ``tree``."""
     for node in ast.walk(tree):
+        for name in ("body", "orelse", "finalbody"):
+            if isinstance(block := getattr(node, name, None), list):
+                block[:] = map(_without_annotation, block)
         if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.left, ast.Constant):
             swapped = _SWAPPED.get(type(node.ops[0]))
             if swapped is not None:
                 node.left, node.ops, node.comparators = node.comparators[0], [swapped()], [node.left]
     return tree
+
+
+def _without_annotation(statement: ast.stmt) -> ast.stmt:
+    if not isinstance(statement, ast.AnnAssign) or statement.value is None:
+        return statement
+    return ast.copy_location(ast.Assign([statement.target], statement.value), statement)
 
 
 def _in_order(node: ast.AST) -> Iterator[ast.AST]:

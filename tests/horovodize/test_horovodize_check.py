@@ -1702,6 +1702,50 @@ CASES = [
         "    for x in loader: model(x)\ncheck()",
         "s = None",
     ),
+    (
+        "not_returned",  # an assignment with an annotation, and keyword arguments
+        "def wrap(o: O) -> O:\n    if HAVE_HVD:\n        w: O = hvd.DistributedOptimizer(optimizer=o)  # HERE\n"
+        "        hvd.broadcast_optimizer_state(optimizer=w, root_rank=0)\n    else:\n        return o",
+        "def wrap(o: O) -> O:\n    if HAVE_HVD:\n        w: O = hvd.DistributedOptimizer(optimizer=o)\n        keep(o=w)\n"
+        "    else:\n        return o",
+    ),
+    (
+        "shuffled_shards",
+        "import random\nrandom.shuffle(a)  # HERE\nmine: list[str] = a\nmine: list[str] = mine[hvd.rank()::2]",
+        "import random\nrandom.shuffle(a)\na: list[str] = a[:9]",
+    ),
+    (
+        "checkpoint_before_wrapping",
+        "optimizer.load_state_dict(state)  # HERE\noptimizer = hvd.DistributedOptimizer(optimizer=optimizer)",
+        "o = torch.optim.SGD(params=w, lr=1)\no.load_state_dict(state)\no = hvd.DistributedOptimizer(optimizer=o)",
+    ),
+    (
+        "optimizer_state",
+        "o = torch.optim.Adam(p)\no = hvd.DistributedOptimizer(optimizer=o)\nhvd.broadcast_optimizer_state(o, 0)  # HERE",
+        "o = torch.optim.SGD(p, 1)\no = hvd.DistributedOptimizer(optimizer=o)\nhvd.broadcast_optimizer_state(o, 0)",
+    ),
+    (
+        "inner_step",
+        "o = torch.optim.SGD(p, 1)\nd = hvd.DistributedOptimizer(o)\n"
+        "hvd.broadcast_optimizer_state(optimizer=d, root_rank=0)\no.step()  # HERE",
+        "o = torch.optim.SGD(p, 1)\nd = hvd.DistributedOptimizer(o)\ntrain(optimizer=d)\no.step()",
+    ),
+    ("gpu_by_rank", "torch.cuda.set_device(device=hvd.rank())  # HERE", "torch.cuda.set_device(device=hvd.local_rank())"),
+    (
+        "different_splits",
+        WRAP + "a, b = torch.utils.data.random_split(dataset=data, lengths=[9, 1])  # HERE",
+        WRAP + "mine = shard(data, hvd.rank())\na, b = torch.utils.data.random_split(dataset=mine, lengths=[9, 1])",
+    ),
+    (
+        "rate_on_some_ranks",  # functions imported under another name
+        "from horovod.torch import rank as r\n"
+        + WRAP
+        + "if r() == 0:\n    optimizer.param_groups[0]['lr'] *= 0.1  # HERE\n"
+        "loss.backward()",
+        "from horovod.torch import rank as r, broadcast_optimizer_state as send\n"
+        + WRAP
+        + "if r() == 0:\n    optimizer.param_groups[0]['lr'] *= 0.1\nsend(optimizer, 0)\nloss.backward()",
+    ),
 ]
 BY_NAME = {rule.__name__: rule for rule in RULES}
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import arms, calls_in, is_bool, keyword, last_name
+from dualtrain.horovodize.nodes import arms, calls_in, first_argument, is_bool, keyword, last_name
 from dualtrain.horovodize.rules.discarded import is_barrier
 from dualtrain.horovodize.rules.ranks import only_waits
 from dualtrain.horovodize.rules.uses import is_distributed_sampler, is_read, leaves_program, loader_around
@@ -103,7 +103,8 @@ def is_for_evaluation(source: Source, call: ast.Call) -> bool:
     loader = loader_around(source, call)
     made = call if loader is None else loader
     target = next((name for name, value, _ in source.assignments if value is made), "")
-    given = ast.unparse(call.args[0]) if call.args else ""
+    data = first_argument(call, "dataset")
+    given = "" if data is None else ast.unparse(data)
     names = f"{target} {given}".lower()
     if _EVALUATION.search(names) and not _TRAINING.search(target.lower()):
         return True

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES, RANK_NAMES
-from dualtrain.horovodize.nodes import keyword, last_name
+from dualtrain.horovodize.nodes import first_argument, keyword, last_name
 from dualtrain.horovodize.order import nodes_certainly_after, runs_on_driver
 from dualtrain.horovodize.source import Finding, Source
 
@@ -147,7 +147,7 @@ def _gpu_numbers(source: Source) -> Iterator[ast.expr]:
     for call in source.calls:
         name, method = source.name(call.func), last_name(call.func)
         if name in _GPU_CALLS or (isinstance(call.func, ast.Attribute) and method in ("cuda", "to")):
-            yield from call.args[:1]
+            yield from filter(None, [first_argument(call, "device")])
         elif name == "torch.device" and len(call.args) == 2 and _is_cuda(call.args[0]):
             yield call.args[1]
         elif method == "format" and isinstance(call.func, ast.Attribute) and _is_cuda(call.func.value):

@@ -81,7 +81,7 @@ def _arguments(call: ast.Call) -> set[str]:
 def _may_send(source: Source) -> bool:
     """Return whether the script may combine learning rates of all ranks, or a model's ``forward`` may combine losses."""
     for call in source.calls:
-        name = source.hvd(call.func) or last_name(call.func)
+        name = source.called(call)
         combines = name in COLLECTIVES or (COMMON.search(name) and source.name(call.func) != _PLATEAU)
         if combines and (
             getattr(source.scope(call), "name", "") == "forward" or re.search(RATE, ast.unparse(call), re.IGNORECASE)

@@ -158,7 +158,7 @@ def rate_on_some_ranks(source: Source) -> Iterator[Finding]:
     if may_send(source):
         return
     guards = Guards.of(source)
-    sends = [call for file in source.files for call in file.calls if last_name(call.func) == "broadcast_optimizer_state"]
+    sends = [call for file in source.files for call in file.calls if file.called(call) == "broadcast_optimizer_state"]
     rates = [(target, at) for file in source.files for target, _, at in file.assignments if target.endswith("['lr']")]
     for target, at in rates if len(rates) == 1 and rates[0][1] in source.parents else ():
         if not guards.is_on_some_ranks(at) or not _is_rate_of_wrapped(source, target, at):

@@ -108,9 +108,9 @@ def _values_of(source: Source, function: Function, end: ast.expr | None) -> list
 
 def sends_rate(source: Source) -> bool:
     """Return whether the script may send rank 0's learning rate to the other ranks, repeatedly."""
-    sends = [call for call in source.calls if last_name(call.func).startswith("broadcast")]
+    sends = [call for call in source.calls if source.called(call).startswith("broadcast")]
     rates = any(re.search(RATE, ast.unparse(call)) for call in sends)
-    return rates or sum(last_name(call.func) == "broadcast_optimizer_state" for call in sends) > 1
+    return rates or sum(source.called(call) == "broadcast_optimizer_state" for call in sends) > 1
 
 
 def only_waits(source: Source, call: ast.Call) -> bool:

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import keyword, names_in
+from dualtrain.horovodize.nodes import first_argument, keyword, names_in
 from dualtrain.horovodize.order import runs_on_driver
 from dualtrain.horovodize.rules.own_data import is_sharded
 from dualtrain.horovodize.rules.seeds import seeds_numpy, seeds_random, seeds_torch
@@ -33,7 +33,8 @@ def different_splits(source: Source) -> Iterator[Finding]:
             continue
         if seeded or runs_on_driver(source, call) or any(word.arg is None for word in call.keywords):
             continue
-        if guards.looks_like_one_rank(call) or (call.args and _is_part_of_rank(source, call.args[0])):
+        data = first_argument(call, "dataset")
+        if guards.looks_like_one_rank(call) or (data is not None and _is_part_of_rank(source, data)):
             continue
         message = (
             "each rank splits the data differently, so that one rank trains on samples that a different rank uses for "

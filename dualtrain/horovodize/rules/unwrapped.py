@@ -93,9 +93,15 @@ def _wrapped_parameter(source: Source, function: Function) -> str:
     loads = [
         node for node in inside if isinstance(node, ast.Name) and node.id == target.id and isinstance(node.ctx, ast.Load)
     ]
-    uses = (source.parents[node] for node in loads if node.lineno > (wrap.end_lineno or wrap.lineno))
+    uses = (_user(source, node) for node in loads if node.lineno > (wrap.end_lineno or wrap.lineno))
     only = all(isinstance(use, ast.Return) or _is_broadcast(source, use) for use in uses)
     return name if only else ""
+
+
+def _user(source: Source, node: ast.AST) -> ast.AST:
+    """Return the parent of ``node``; for the value of a keyword argument, the call."""
+    parent = source.parents[node]
+    return source.parents[parent] if isinstance(parent, ast.keyword) else parent
 
 
 def _is_broadcast(source: Source, node: ast.AST) -> bool:
@@ -232,7 +238,7 @@ def never_wrapped(source: Source) -> Iterator[Finding]:
 
 def _is_broadcast_before(source: Source, made: ast.Call, steps: list[ast.Call]) -> bool:
     """Return whether the model of the optimizer ``made`` is broadcast in the same function, and never after a step."""
-    parts = (node for value in made.args for node in ast.walk(value) if isinstance(node, ast.expr))
+    parts = (node for value in given_values(made) for node in ast.walk(value) if isinstance(node, ast.expr))
     models = [model for part in parts if (model := owner_of(part, "parameters", "named_parameters"))]
     sent = [
         one
@@ -266,8 +272,7 @@ def _is_passed(source: Source, optimizer: str) -> bool:
     """
     for file in source.files:
         for node in file.mentions.get(optimizer, ()):
-            parent = file.parents[node]
-            parent = file.parents[parent] if isinstance(parent, ast.keyword) else parent
+            parent = _user(file, node)
             if not is_stored(node) and not file.makes_schedule(parent) and not isinstance(parent, ast.Attribute):
                 return True
     return False
@@ -282,7 +287,7 @@ def _is_used(source: Source, wrapper: str) -> bool:
         for node in file.nodes:
             if last_name(node) != wrapper or is_stored(node):
                 continue
-            parent = file.parents[node]
+            parent = _user(file, node)
             if isinstance(parent, ast.Attribute) and parent.attr in ("zero_grad", "param_groups", "state_dict"):
                 continue
             name = file.hvd(parent.func) if isinstance(parent, ast.Call) else ""

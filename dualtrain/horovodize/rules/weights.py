@@ -134,7 +134,7 @@ def _is_sent_later(source: Source, load: ast.Call, text: str, sender: str) -> bo
 
     Also True if no training follows ``load``, as after the last epoch: the state need not be sent then.
     """
-    sends = [(file, call) for file in source.files for call in file.calls if last_name(call.func) == sender]
+    sends = [(file, call) for file in source.files for call in file.calls if file.called(call) == sender]
     sends += [(source, call) for call in source.hvd_calls(*_SUMS) if _is_in_loop_over(source, call, text)]
     if any(file is not source or source.scope(call) is not source.scope(load) for file, call in sends):
         return True

@@ -95,8 +95,8 @@ def _is_replaced(source: Source, call: ast.Call, data: ast.expr) -> bool:
     used = any(target in (getattr(node, "id", ""), getattr(node, "attr", ""), getattr(node, "name", "")) for node in loads)
     if used or not target.isidentifier():
         return False
-    loaders = [other for other in source.calls if source.name(other.func) in LOADERS and other.args]
-    same = [other for other in loaders if ast.unparse(other.args[0]) == ast.unparse(data)]
+    loaders = [(other, first_argument(other, "dataset")) for other in source.calls if source.name(other.func) in LOADERS]
+    same = [other for other, given in loaders if given is not None and ast.unparse(given) == ast.unparse(data)]
     return any(keyword(other, "sampler") is not None for other in same)
 
 

@@ -36,7 +36,8 @@ def group_after_wrapping(source: Source) -> Iterator[Finding]:
 def checkpoint_before_wrapping(source: Source) -> Iterator[Finding]:
     """State that is loaded into an optimizer before it is wrapped."""
     for _, wrap in source.wraps:
-        inner = last_name(wrap.args[0]) if wrap.args else ""
+        given = first_argument(wrap, "optimizer")
+        inner = last_name(given) if given is not None else ""
         for call in _methods(source, "load_state_dict"):
             same = inner and last_name(_owner(call)) == inner and source.scope(call) is source.scope(wrap)
             if same and call.lineno < wrap.lineno and not _has_no_state(source, inner):
@@ -166,8 +167,8 @@ def _is_unchanged(source: Source, optimizer: ast.expr, call: ast.Call, depth: in
 
 def _unwrapped(source: Source, value: ast.expr) -> ast.expr:
     """Return the optimizer that ``value`` wraps, or ``value`` itself."""
-    if isinstance(value, ast.Call) and value.args and source.hvd(value.func) == "DistributedOptimizer":
-        return value.args[0]
+    if isinstance(value, ast.Call) and source.hvd(value.func) == "DistributedOptimizer":
+        return first_argument(value, "optimizer") or value
     return value
 
 
