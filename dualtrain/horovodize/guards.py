@@ -41,6 +41,8 @@ class Guards:
         self._conditions_of: dict[ast.stmt, list[tuple[ast.expr, bool]]] = {}
         #: The kind of each variable, by its text, and of each function's result or, if the result is a tuple, its elements.
         self._kinds: dict[str | tuple[Function, int | None], str] = {}
+        #: Results of :meth:`names_one_rank`.
+        self._one_rank: dict[tuple[ast.expr, int], bool] = {}
         self._comparisons = {target: value for target, value, _ in source.assignments if self._rank_constant(value)}
 
     @classmethod
@@ -250,19 +252,31 @@ class Guards:
             self.signature(test) is not None for test, _ in self._conditions(node) if self.source.scope(test) is scope
         )
 
-    def looks_like_one_rank(self, node: ast.AST) -> bool:
+    def looks_like_one_rank(self, node: ast.AST, depth: int = 0) -> bool:
         """Return whether ``node`` perhaps runs on some ranks only.
 
-        That is so if a word such as rank is in a condition around ``node``, or in the condition of an earlier exit.
+        That is so if a condition around ``node``, or the condition of an earlier exit, depends on the rank, contains a word
+        such as rank, or has a variable whose value or assignment does so.
         """
-        return any(self._names_one_rank(test) for test, _ in self._conditions(node))
+        return any(self.names_one_rank(test, depth) for test, _ in self._conditions(node))
 
-    def _names_one_rank(self, test: ast.expr, depth: int = 0) -> bool:
-        """Return whether ``test``, or a value that is assigned to one of its variables, contains a word such as rank."""
-        if _ONE_RANK.search(ast.unparse(test)):
-            return True
-        values = [value for name in names_in(test) for value in self.source.values.get(name, ())]
-        return depth < 2 and any(self._names_one_rank(value, depth + 1) for value in values)
+    def names_one_rank(self, test: ast.expr, depth: int = 0) -> bool:
+        """Return whether the condition ``test`` is perhaps true on some ranks only, as in :meth:`looks_like_one_rank`."""
+        if (test, depth) not in self._one_rank:
+            assigned = [each for name in names_in(test) for each in self._assigned.get(name, ())] if depth < 2 else []
+            named = _ONE_RANK.search(ast.unparse(test)) is not None or self.signature(test) is not None
+            self._one_rank[test, depth] = named or any(
+                self.names_one_rank(value, depth + 1) or self.looks_like_one_rank(at, depth + 1) for value, at in assigned
+            )
+        return self._one_rank[test, depth]
+
+    @cached_property
+    def _assigned(self) -> dict[str, list[tuple[ast.expr, ast.stmt]]]:
+        """Map of each target of assignments, as text, to its values and statements."""
+        found: dict[str, list[tuple[ast.expr, ast.stmt]]] = {}
+        for target, value, at in self.source.assignments:
+            found.setdefault(target, []).append((value, at))
+        return found
 
     def tests(self, node: ast.AST) -> list[ast.expr]:
         """Return the conditions around ``node``, and those of earlier exits."""
@@ -305,7 +319,10 @@ class Guards:
                 for arm, truth in ((statement.body, True), (statement.orelse, False)):
                     is_off = self._is_off(statement.test, truth) or (bool(arm) and self._excludes_init(arm[0]))
                     yield from (line for inner in arm for line in _lines(inner)) if is_off else self._lines_off(arm)
-                off = self.leaves(statement.body) and self._is_off(statement.test, False)
+                left = [
+                    truth for arm, truth in ((statement.body, True), (statement.orelse, False)) if arm and self.leaves(arm)
+                ]
+                off = any(self._is_off(statement.test, not truth) for truth in left)
             else:
                 yield from (line for inner in _blocks(statement) for line in self._lines_off(inner))
             off = off or self.leaves([statement])
@@ -342,6 +359,9 @@ class Guards:
             if isinstance(above, ast.If | ast.IfExp) and below is not above.test:
                 body = above.body if isinstance(above.body, list) else [above.body]
                 yield above.test, below in body
+            elif isinstance(above, ast.BoolOp) and isinstance(below, ast.expr):  # rank == 0 and save()
+                earlier = above.values[: above.values.index(below)]
+                yield from ((value, isinstance(above.op, ast.And)) for value in earlier)
             below = above
 
     def _conditions_of_statement(self, statement: ast.stmt) -> list[tuple[ast.expr, bool]]:
@@ -357,6 +377,8 @@ class Guards:
         for statement in block:
             if isinstance(statement, ast.If) and self.leaves(statement.body):
                 yield statement.test, False
+            elif isinstance(statement, ast.If) and statement.orelse and self.leaves(statement.orelse):
+                yield statement.test, True
             elif isinstance(statement, ast.If) and self._is_off(statement.test, False):
                 yield from self._exits(statement.body)  # all runs with Horovod run this branch
 

@@ -256,7 +256,7 @@ class Source:
         if sum(isinstance(node, ast.Name) for node in filter(is_stored, self.mentions[value.id])) > 1:
             return None
         given, at = found[0]
-        around = self.parents[at]
+        around = next(above for above in self.above(at) if not isinstance(above, ast.With))
         guarded = isinstance(around, ast.If) and "__name__" in ast.unparse(around.test)
         certain = isinstance(around, ast.Module | Function) or guarded
         return given if certain and isinstance(at, ast.Assign) and isinstance(given, ast.Constant) else None

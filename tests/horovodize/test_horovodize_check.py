@@ -36,6 +36,7 @@ DICTS = (
     "s = {x: torch.utils.data.DistributedSampler(d[x], 2, 0) for x in parts}  # HERE\n"
     "loaders = {x: torch.utils.data.DataLoader(d[x], sampler=s[x]) for x in parts}\n"
 )
+SAVES = "hvd.init()\ndef save(on):\n    if not on:\n        return\n    torch.save(model, 'x')\n"
 #: (rule, script with one finding of the rule in the line marked HERE, script without a finding of the rule). A comment
 #: names the subject of the scripts, or gives the reason for a finding or for none.
 CASES = [
@@ -1745,6 +1746,35 @@ CASES = [
         "from horovod.torch import rank as r, broadcast_optimizer_state as send\n"
         + WRAP
         + "if r() == 0:\n    optimizer.param_groups[0]['lr'] *= 0.1\nsend(optimizer, 0)\nloss.backward()",
+    ),
+    (
+        "collective_on_some_ranks",  # an exit in an else
+        "def f():\n    if hvd.rank() == 0:\n        print()\n    else:\n        return\n    hvd.barrier()  # HERE",
+        "def f():\n    if hvd.rank() == 0:\n        return 1\n    else:\n        return 2\n    hvd.barrier()",
+    ),
+    *(
+        (
+            "saved_by_all_ranks",  # no finding if perhaps only some ranks write, or if each rank has its own files
+            SAVES + "save(hvd.rank() == 0)\ntorch.save(model, 'x')  # HERE",
+            SAVES + code,
+        )
+        for code in (
+            "save(hvd.rank() == 0)",
+            "save(on=not hvd.rank())",
+            "def f():\n    if hvd.rank() == 0:\n        print()\n    else:\n        return\n    torch.save(m, 'x')\nf()",
+            "def a():\n    return hvd.rank() == 0\ndef f():\n    if not a():\n        return\n    torch.save(m, 'x')\nf()",
+            "path = None\nif hvd.rank() == 0:\n    path = 'x'\nif path:\n    torch.save(model, path)",
+            "hvd.rank() == 0 and torch.save(model, 'x')",
+            "hvd.rank() or torch.save(model, 'x')",
+            "def once(f):\n    return f if hvd.rank() == 0 else print\n@once\ndef f():\n    torch.save(model, 'x')\nf()",
+            "mine = range(hvd.rank(), 9, hvd.size())\nfor n in mine:\n    torch.save(model, f'{n}.pt')",
+            "for i, name in enumerate(names[hvd.rank() :: hvd.size()]):\n    torch.save(model, name)",
+        )
+    ),
+    (
+        "optimizer_state",  # a constant in a with statement
+        "with f:\n    d = 1\n    o = torch.optim.Adam(p, weight_decay=d)\n    hvd.broadcast_optimizer_state(o, 0)  # HERE",
+        "with log:\n    d = 0\n    o = torch.optim.SGD(p, 1, weight_decay=d)\n    hvd.broadcast_optimizer_state(o, 0)",
     ),
 ]
 BY_NAME = {rule.__name__: rule for rule in RULES}

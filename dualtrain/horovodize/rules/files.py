@@ -9,8 +9,18 @@ from collections.abc import Iterator
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
-from dualtrain.horovodize.nodes import argument_at, calls_in, first_argument, is_bool, is_stored, keyword, last_name
+from dualtrain.horovodize.nodes import (
+    argument_at,
+    calls_in,
+    first_argument,
+    is_bool,
+    is_stored,
+    keyword,
+    last_name,
+    names_in,
+)
 from dualtrain.horovodize.order import ENTRY_POINTS, arguments, calls_of, nodes_after, runs_on_driver
+from dualtrain.horovodize.rules.rank_values import loop_variables
 from dualtrain.horovodize.source import Finding, Function, Source
 
 #: Functions that write a file, each with the position and the name of its path argument.
@@ -186,13 +196,20 @@ def _is_called(source: Source, node: ast.AST) -> bool:
 
 
 def _origins(source: Source, node: ast.AST) -> Iterator[ast.expr]:
-    """Yield the expressions that ``node``, a variable or a parameter, may have as its value."""
+    """Yield the expressions that ``node``, a variable or a parameter, may have as its value.
+
+    For the variable of a loop, yield the sequence of its values, or the positional arguments of ``range`` or ``tqdm``.
+    """
     if not isinstance(node, ast.Name | ast.Attribute):
         return
     text = ast.unparse(node)
     yield from source.values.get(text, ())
     opened = ((item.optional_vars, item.context_expr) for item in source.with_items(node))
     yield from (value for variable, value in opened if variable is not None and ast.unparse(variable) == text)
+    for loop in source.around(node, ast.For):
+        for variable, values in loop_variables(loop.target, loop.iter):
+            if ast.unparse(variable) == text:
+                yield from values.args if isinstance(values, ast.Call) else [values]
     scope = source.scope(node)
     if isinstance(node, ast.Name) and isinstance(scope, Function) and text in source.parameters(node):
         yield from (value for call in calls_of(source, scope) for value in arguments(source, scope, call, text))
@@ -208,7 +225,12 @@ def _may_run_on_some_ranks(source: Source, guards: Guards, node: ast.AST, depth:
     scope = source.scope(node)
     if not isinstance(scope, Function):
         return False
-    if any(_RANK_DECORATOR.search(ast.unparse(decorator)) for decorator in scope.decorator_list):
+    flags = {name for test in guards.tests(node) for name in names_in(test)} & source.parameters(node)
+    given = (value for name in flags for call in calls_of(source, scope) for value in arguments(source, scope, call, name))
+    if any(map(guards.names_one_rank, given)):
+        return True
+    defined = (source.functions.get(last_name(one)) for one in scope.decorator_list)
+    if any(_RANK_DECORATOR.search(ast.unparse(one)) for one in (*scope.decorator_list, *defined) if one is not None):
         return True
     calls = list(calls_of(source, scope))
     own = source.parents[scope]
@@ -261,7 +283,7 @@ def _is_under_unknown_flag(source: Source, node: ast.AST) -> bool:
 
     Its value may depend on the rank.
     """
-    tests = [above.test for above in source.around(node, ast.If)]
+    tests = [test.operand if isinstance(test, ast.UnaryOp) else test for test in Guards.of(source).tests(node)]
     parts = [part for test in tests for part in (test.values if isinstance(test, ast.BoolOp) else [test])]
     unknown = [
         part for part in parts if isinstance(part, ast.Name | ast.Attribute) and ast.unparse(part) not in source.values

@@ -205,20 +205,20 @@ def _is_rate_of_wrapped(source: Source, target: str, assignment: ast.AST) -> boo
     group = ast.parse(target, mode="eval").body.value  # type: ignore[attr-defined]
     if isinstance(group, ast.Subscript):
         return _are_groups_of_wrapped(source, group.value)
-    pairs = (pair for loop in source.around(assignment, ast.For) for pair in _pairs(loop.target, loop.iter))
+    pairs = (pair for loop in source.around(assignment, ast.For) for pair in loop_variables(loop.target, loop.iter))
     given = next((value for name, value in pairs if ast.unparse(name) == ast.unparse(group)), None)
     return given is not None and _are_groups_of_wrapped(source, given)
 
 
-def _pairs(target: ast.expr, values: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+def loop_variables(target: ast.expr, values: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
     """Yield each variable of a ``for`` loop, with the sequence of its values, also in ``enumerate`` and ``zip``."""
     if not isinstance(target, ast.Tuple):
         yield target, values
     elif isinstance(values, ast.Call) and len(target.elts) == 2 and ast.unparse(values.func) == "enumerate" and values.args:
-        yield from _pairs(target.elts[1], values.args[0])
+        yield from loop_variables(target.elts[1], values.args[0])
     elif isinstance(values, ast.Call) and ast.unparse(values.func) == "zip":
         for one, sequence in zip(target.elts, values.args, strict=False):
-            yield from _pairs(one, sequence)
+            yield from loop_variables(one, sequence)
 
 
 def _are_groups_of_wrapped(source: Source, node: ast.expr) -> bool:

@@ -157,7 +157,9 @@ class Collectives:
         body = branch.body if isinstance(branch.body, list) else [branch.body]
         other = branch.orelse if isinstance(branch.orelse, list) else [branch.orelse]
         here, there = list(self._inside(body)), list(self._inside(other))
-        if isinstance(branch, ast.If) and self.guards.leaves(branch.body) and not self.guards.leaves([branch]):
+        if isinstance(branch, ast.If) and branch.orelse and self.guards.leaves(branch.orelse):
+            here += self._inside([] if self.guards.leaves(branch.body) else self._following(branch))
+        elif isinstance(branch, ast.If) and self.guards.leaves(branch.body):
             # With the condition ``rank == 0 and flag``, it is possible that no rank leaves the function here. A later call
             # under a condition of its own, such as ``not flag``, may then run on all ranks, so it is not counted as the
             # call of the other ranks.
