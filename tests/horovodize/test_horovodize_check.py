@@ -1372,6 +1372,9 @@ CASES = [
             ("ConstantLR(o, factor=1)", "ConstantLR(o, factor=0.1)"),
             ("LambdaLR(o, lambda epoch: 0.95**epoch)", "LambdaLR(o, lambda epoch: min(1, (epoch + 1) / 5))"),
             ("LambdaLR(o, lr_lambda=falls)", "LambdaLR(o, lr_lambda=rises)"),
+            ("LambdaLR(o, [falls, falls])", "LambdaLR(o, [falls, rises])"),
+            ("LambdaLR(o, lambda epoch: falls(epoch))", "LambdaLR(o, lambda epoch: rises(epoch))"),
+            ("LambdaLR(o, self.falls)", "LambdaLR(o, self.rises)"),
         )
     ),
     (

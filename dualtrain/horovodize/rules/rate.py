@@ -84,7 +84,7 @@ def _warms_up(source: Source) -> bool:
 def _starts_lower(source: Source, call: ast.Call) -> bool:
     """Return whether ``call`` makes a schedule of torch that starts with a lower rate, or may do so.
 
-    LinearLR and ConstantLR do, unless their first factor is 1. The function of a LambdaLR may do so if it treats some
+    LinearLR and ConstantLR do, unless their first factor is 1. A LambdaLR may do so if one of its functions treats some
     epochs differently, as in ``lambda epoch: min(1, epoch / 5)``.
     """
     kind = source.name(call.func).removeprefix("torch.optim.lr_scheduler.")
@@ -92,10 +92,20 @@ def _starts_lower(source: Source, call: ast.Call) -> bool:
         first = argument_at(call, 1, "start_factor" if kind == "LinearLR" else "factor")
         return not (isinstance(first, ast.Constant) and first.value == 1)
     given = argument_at(call, 1, "lr_lambda") if kind == "LambdaLR" else None
-    function = source.functions.get(given.id, given) if isinstance(given, ast.Name) else given
+    functions = given.elts if isinstance(given, ast.List | ast.Tuple) else [given] if given is not None else []
+    return any(_distinguishes(source, function) for function in functions)
+
+
+def _distinguishes(source: Source, given: ast.expr, depth: int = 0) -> bool:
+    """Return whether the function ``given``, or a function of the script that it calls, treats some values differently."""
+    function = source.functions.get(last_name(given), given)
     if not isinstance(function, ast.Lambda | Function):
         return False
-    return any(isinstance(part, ast.Compare) or last_name(part) == "min" for part in ast.walk(function))
+    parts = list(ast.walk(function))
+    called = (part.func for part in parts if isinstance(part, ast.Call) and depth < 2)
+    return any(isinstance(part, ast.Compare) or last_name(part) == "min" for part in parts) or any(
+        _distinguishes(source, one, depth + 1) for one in called
+    )
 
 
 def _is_adjusted_elsewhere(source: Source) -> bool:
