@@ -6,12 +6,12 @@ import ast
 import re
 
 from dualtrain.horovodize.averaging import averages_in_step, is_collective
-from dualtrain.horovodize.nodes import calls_in, last_name, variables_in
+from dualtrain.horovodize.nodes import calls_in, keyword, last_name, variables_in
 from dualtrain.horovodize.source import Source
 
 #: Methods that change a tensor. Zeroing does not count: scripts zero all gradients before backward, and may zero the
 #: gradients of frozen parameters.
-_METHODS = ("add_", "clamp_", "clamp_max_", "clamp_min_", "clip_", "div_", "mul_", "sub_")
+_METHODS = ("add_", "clamp_", "clamp_max_", "clamp_min_", "clip_", "div_", "mul_", "nan_to_num_", "sub_")
 #: More methods that change a tensor. Scripts also call them on gradients, with values that are averaged already.
 _MORE_METHODS = ("addcdiv_", "addcmul_", "copy_")
 #: Names of functions that run backward passes or steps, and so may average gradients.
@@ -23,12 +23,14 @@ _METADATA = re.compile(r"(device|dim|dtype|is_\w+|layout|ndim|new_\w+|numel|shap
 def is_change(source: Source, node: ast.AST) -> bool:
     """Return whether ``node`` changes the gradient ``p.grad`` of a parameter, and calls no function that may average it.
 
-    ``node`` may be a call of a method, such as ``p.grad.mul_(2)``; an augmented assignment, such as ``p.grad *= 2``; or an
-    assignment whose value uses the old gradient.
+    ``node`` may be a call such as ``p.grad.mul_(2)``, ``torch.clamp_(p.grad, -1, 1)`` or ``torch.clamp(x, out=p.grad)``; an
+    augmented assignment, such as ``p.grad *= 2``; or an assignment whose value uses the old gradient.
     """
     if isinstance(node, ast.Call):
-        method = node.func
-        changes = isinstance(method, ast.Attribute) and method.attr in _METHODS and _is_gradient(source, method.value)
+        changed = [keyword(node, "out")]
+        if isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS:
+            changed += node.args[:1] if source.name(node.func).startswith("torch.") else [node.func.value]
+        changes = any(one is not None and _is_gradient(source, one) for one in changed)
     elif isinstance(node, ast.AugAssign):
         changes = _is_gradient(source, node.target)
     elif isinstance(node, ast.Assign) and any(_is_gradient(source, target) for target in node.targets):

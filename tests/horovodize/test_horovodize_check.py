@@ -1359,7 +1359,13 @@ CASES = [
             f"{BOTH}for p in model.parameters():\n    {line}  # HERE\noptimizer.step()",
             f"{BOTH}for p in mine.parameters():\n    {line}\noptimizer.step()",
         )
-        for line in ("p.data.add_(p.grad, alpha=-0.1)", "p.grad.mul_(2)")
+        for line in (
+            "p.data.add_(p.grad, alpha=-0.1)",
+            "p.grad.mul_(2)",
+            "p.grad.nan_to_num_()",
+            "torch.clamp_(p.grad, -1, 1)",
+            "torch.nan_to_num(p.grad, out=p.grad)",
+        )
     ),
     *(
         (
