@@ -1761,6 +1761,13 @@ CASES = [
         "def f():\n    if hvd.rank() == 0:\n        print()\n    else:\n        return\n    hvd.barrier()  # HERE",
         "def f():\n    if hvd.rank() == 0:\n        return 1\n    else:\n        return 2\n    hvd.barrier()",
     ),
+    (
+        "collective_on_some_ranks",  # no finding if later code may run on all ranks
+        "for part in parts:\n    if not (part == 'valid' and hvd.rank() != 0):\n        pass\n    else:\n        continue\n"
+        "    hvd.barrier()  # HERE",
+        "for part in parts:\n    if not (part == 'valid' and hvd.rank() != 0):\n        pass\n    else:\n        continue\n"
+        "    if part == 'train':\n        hvd.barrier()",
+    ),
     *(
         (
             "saved_by_all_ranks",  # no finding if perhaps only some ranks write, or if each rank has its own files

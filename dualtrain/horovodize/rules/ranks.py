@@ -157,15 +157,17 @@ class Collectives:
         body = branch.body if isinstance(branch.body, list) else [branch.body]
         other = branch.orelse if isinstance(branch.orelse, list) else [branch.orelse]
         here, there = list(self._inside(body)), list(self._inside(other))
-        if isinstance(branch, ast.If) and branch.orelse and self.guards.leaves(branch.orelse):
-            here += self._inside([] if self.guards.leaves(branch.body) else self._following(branch))
-        elif isinstance(branch, ast.If) and self.guards.leaves(branch.body):
+        leaves = [bool(arm) and self.guards.leaves(arm) for arm in (branch.body, branch.orelse) if isinstance(arm, list)]
+        if isinstance(branch, ast.If) and leaves[0] is not leaves[1]:
             # With the condition ``rank == 0 and flag``, it is possible that no rank leaves the function here. A later call
             # under a condition of its own, such as ``not flag``, may then run on all ranks, so it is not counted as the
             # call of the other ranks.
-            several = isinstance(branch.test, ast.BoolOp) and isinstance(branch.test.op, ast.And)
+            negated = branch.test.operand if isinstance(branch.test, ast.UnaryOp) else None
+            test = branch.test if leaves[0] else negated
+            several = isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And)
             later = self._inside(self._following(branch))
-            there += [(name, call) for name, call in later if not (several and self._is_conditional(call, branch))]
+            calls_after = there if leaves[0] else here
+            calls_after += [(name, call) for name, call in later if not (several and self._is_conditional(call, branch))]
         holds, what = signature
         for calls, opposite, value in ((here, there, holds), (there, here, not holds)):
             matched = {name for name, _ in opposite}
