@@ -255,8 +255,8 @@ class Guards:
     def looks_like_one_rank(self, node: ast.AST, depth: int = 0) -> bool:
         """Return whether ``node`` perhaps runs on some ranks only.
 
-        That is so if a condition around ``node``, or the condition of an earlier exit, depends on the rank, contains a word
-        such as rank, or has a variable whose value or assignment does so.
+        That is so if a condition around ``node``, or the condition of an earlier exit, depends on the rank or contains a
+        word such as rank; also if a variable in the condition has such a value, or is assigned under such a condition.
         """
         return any(self.names_one_rank(test, depth) for test, _ in self._conditions(node))
 
@@ -279,7 +279,7 @@ class Guards:
         return found
 
     def tests(self, node: ast.AST) -> list[ast.expr]:
-        """Return the conditions around ``node``, and those of earlier exits."""
+        """Return the conditions that decide whether ``node`` runs: those around it, and those of earlier exits."""
         return [test for test, _ in self._conditions(node)]
 
     def is_conditional(self, node: ast.AST) -> bool:

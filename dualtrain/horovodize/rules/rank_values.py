@@ -211,7 +211,10 @@ def _is_rate_of_wrapped(source: Source, target: str, assignment: ast.AST) -> boo
 
 
 def loop_variables(target: ast.expr, values: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yield each variable of a ``for`` loop, with the sequence of its values, also in ``enumerate`` and ``zip``."""
+    """Yield each variable of a ``for`` loop, with the sequence of its values, also in ``enumerate`` and ``zip``.
+
+    Leave out the count of ``enumerate``, and variables in other tuples.
+    """
     if not isinstance(target, ast.Tuple):
         yield target, values
     elif isinstance(values, ast.Call) and len(target.elts) == 2 and ast.unparse(values.func) == "enumerate" and values.args:
