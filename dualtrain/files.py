@@ -83,7 +83,7 @@ def readable_path(path: str | Path) -> Iterator[str]:
 def absolute(path: str | Path) -> Path:
     """Return the absolute path of ``path``: it stays valid if the user's code changes the current folder.
 
-    If the current folder has been removed, return ``path``, so that the use of ``path`` raises the error.
+    If ``path`` is relative and the current folder has been removed, return ``path`` itself: its use then raises OSError.
     """
     try:
         return Path(path).absolute()
@@ -143,10 +143,10 @@ def without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: None if isinstance(one, float) and not math.isfinite(one) else one for name, one in values.items()}
 
 
-def cure_of(error: OSError, folder: str = "the run folder", path: str = "") -> str:
+def cure_of(error: OSError, folder: str = "the run folder", path_cure: str = "") -> str:
     """Return what the user can do about an ``error`` of a write into ``folder``.
 
-    If ``path`` is given, it is the text to return for a wrong path, or for a path that the user may not write to.
+    Return ``path_cure``, if it is given, for an error of a wrong path, or of a path that the user may not write to.
     """
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"free space on the disk of {folder}"
@@ -154,7 +154,7 @@ def cure_of(error: OSError, folder: str = "the run folder", path: str = "") -> s
         return "raise the limit of file sizes (ulimit -f)"
     if error.errno in (errno.EMFILE, errno.ENFILE):
         return "raise the limit of open files (ulimit -n)"
-    return path if path and error.errno in _BAD_PATHS else f"repair the disk or the permissions of {folder}"
+    return path_cure if path_cure and error.errno in _BAD_PATHS else f"repair the disk or the permissions of {folder}"
 
 
 def _allow() -> None:
@@ -259,7 +259,7 @@ def aside_of(path: Path, name: Path) -> Path:
 
 
 def remove_temporary(folder: Path, names: re.Pattern[str]) -> None:
-    """Remove temporary files that killed processes left, if their final names match ``names``. Raises OSError."""
+    """Remove temporary files of killed processes, if the files that they would replace match ``names``. Raises OSError."""
     for path in folder.iterdir():
         found = _TEMPORARY.fullmatch(path.name)
         if found and names.fullmatch(found["name"]) and stat.S_ISREG(path.lstat().st_mode):

@@ -77,7 +77,7 @@ class StoreServer:
         start_thread(self._accept, "dualtrain-store")
 
     def join(self, rank: int, world: str, process: str, who: str, size: int) -> str | None:
-        """Register a process; return why it is refused, or ``None``. May be repeated if the answer was lost."""
+        """Register a process; return why it is refused, or ``None``. A process that got no answer may join again."""
         with self._changed:
             first, first_who = self._sizes.setdefault(world, (size, f"rank {rank}, {who}"))
             if first != size:
@@ -315,7 +315,7 @@ def dial(
             except UserError:
                 raise  # the server would refuse this process again
             except UnauthenticatedError:
-                reasons.append("the process there is not of this job, or has another DUALTRAIN_SECRET")
+                reasons.append("the process there does not belong to this job, or has another DUALTRAIN_SECRET")
                 final = len(ports) == 1  # otherwise this job's server may listen at the next port
             except (OSError, ValueError, KeyError, TypeError) as error:
                 reasons.append(getattr(error, "strerror", None) or str(error))
