@@ -340,7 +340,7 @@ def without_launchers(env: Mapping[str, str]) -> dict[str, str]:
 # inside an srun step counts as torchrun. A batch script inside Slurm has no launcher. horovodrun over MPI calls mpirun and
 # counts as mpirun.
 #
-# A spawned rank may start a launcher whose ranks inherit SPAWNED, so "spawn" comes after such launchers.
+# A spawned rank may start torchrun, horovodrun, mpirun or mpiexec. Their ranks inherit SPAWNED, so "spawn" comes later.
 _LAUNCHERS: tuple[tuple[str, Callable[[Mapping[str, str]], bool], Callable[[_Variables], World]], ...] = (
     ("torchrun", lambda env: "TORCHELASTIC_RUN_ID" in env, _torchrun),
     # HOROVOD_RANK alone is not enough: dualtrain.hvd sets it for scripts that read it.

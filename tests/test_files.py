@@ -57,7 +57,7 @@ def test_content_is_synced_before_the_rename_and_the_folder_after_it(tmp_path, m
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
-def test_a_file_system_need_not_synchronize_folders_but_its_errors_are_raised(tmp_path, monkeypatch, number):
+def test_a_file_system_need_not_synchronize_folders_but_other_errors_are_raised(tmp_path, monkeypatch, number):
     fsync = os.fsync
 
     def fsync_of_files(descriptor: int) -> None:

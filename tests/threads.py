@@ -114,8 +114,8 @@ class ThreadsBackend(Backend):
         #: The number of calls of each kind so far. The n-th call of a kind is the same call on all ranks.
         self._calls = {"data": 0, "gradients": 0, "control": 0, "groups": 0}
         self._kind = "data"
-        #: The backend that waits for the operations of this backend and of :attr:`gradient_path`, which is a copy: later
-        #: changes of attributes, such as ``on_wait``, have no effect in the copy.
+        #: The backend that waits for the operations of this backend and of its copy, :attr:`gradient_path`. The copy does
+        #: not wait itself, because it does not get later changes of attributes such as ``on_wait``.
         self._waiting = self
 
     def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
@@ -202,7 +202,7 @@ class ThreadsBackend(Backend):
 
 @contextmanager
 def switch_interval(seconds: float) -> Iterator[None]:
-    """Set the interpreter's switch interval. A short one helps, because the ranks' threads often wait for each other."""
+    """Set the interpreter's switch interval. If it is short, threads that often wait for each other run faster."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(seconds)
     try:

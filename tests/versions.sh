@@ -116,8 +116,8 @@ bounded() {
 
 environment() { echo "$into/torch-$1-$tag"; }
 
-# hash_inputs: prints a hash of the requirements and the pins. A finished environment has this hash in its file versions.done. The
-# versions of torch and Python are in the name of the environment's folder.
+# hash_inputs: prints a hash of the requirements and the pins, without the pins of torch and torchvision. A finished environment has
+# this hash in its file versions.done. The versions of torch and Python are in the name of the environment's folder.
 hash_inputs() {
   { requirements; requirements torch torchvision; grep '^[^#]' "$root/launch/versions.txt"; } |
     grep -vE '^(torch|torchvision)==' | sort -u | sha256sum

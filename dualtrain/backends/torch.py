@@ -6,10 +6,10 @@ torch.distributed's default group only on request (``default_group``). Without t
 tensor on. The ranks compare their calls on separate connections (``call_channel.py``).
 
 Operations of a group are matched by their order. During backward, all ranks send buckets of gradients in the same order.
-But the order of buckets and other calls may differ between ranks. So one Gloo group is for sums of gradients, and the other
-one is for all other calls, which the ranks compare before they start them. All NCCL operations share one group, since two
-groups may deadlock on a GPU. Before a call on a GPU tensor, the ranks therefore also compare how many sums they have
-started.
+But another call may come before a bucket on one rank, and after it on a different rank. So one Gloo group is for sums of
+gradients, and the other one is for all other calls, which the ranks compare before they start them. All NCCL operations
+share one group, since two groups may deadlock on a GPU. Before a call on a GPU tensor, the ranks therefore also compare how
+many sums they have started.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ _ADDRESS_BYTES = 128  # longest text of an address, a port and a key prefix
 #: must never drop its parent's groups, since it does not have their threads: it would wait for them, or crash.
 _IN_USE: list[tuple[int, Any]] = []
 _BACKENDS: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
-_ENDING: list[threading.Thread] = []  # threads that still end groups, of backends without a failed peer
+_ENDING: list[threading.Thread] = []  # threads that are still ending groups; only of backends without a failed peer
 _EXIT_SECONDS = 30.0  # longest wait for these threads at exit
 
 
@@ -243,12 +243,12 @@ class TorchBackend(Backend):
 
     name = "torch"
     transports: ClassVar = {"cpu": "gloo", "cuda": "nccl"}
-    _subsets = 0  # how many groups and default groups were made of this backend
+    _subsets = 0  # how many groups and default groups were made from this backend
     _default_group: Any = None  # the default group that this backend has made
     _native: dist.Store | None = None  # see ``_native_store``
     _nccl: Any = None  # the process group for tensors on GPUs; ``None`` before the first one
     _nccl_sums = 0  # how many sums of gradients were started in that group
-    _buffers: CallBuffers | None = None  # of the last comparison of calls; ``None`` if that has not ended
+    _buffers: CallBuffers | None = None  # for the next comparison of calls; ``None`` if the last one has not ended
 
     def __init__(self, world: World, device: torch.device, timeout: float, store: dist.Store, placed: World) -> None:
         super().__init__(world, device, timeout)
@@ -298,6 +298,7 @@ class TorchBackend(Backend):
         return cores_of_host(self.exchange, [0] * self.size, self.rank)
 
     def _set_longest(self, *, few_cores: bool) -> None:
+        """Set ``_most``, the largest number of bytes of data that is sent in the messages that compare a call."""
         self._few_cores = few_cores
         self._most = longest(self.size, one_host=self._one_host, few_cores=few_cores)
 
@@ -467,7 +468,7 @@ class TorchBackend(Backend):
         if self._default_group is not None and self._default_group is dist.group.WORLD:
             dist.destroy_process_group()
         self._default_group = None
-        if not isinstance(self._nccl, Closed | None):  # it is ``Closed`` after the exit handler above
+        if not isinstance(self._nccl, Closed | None):  # it is ``Closed`` after ``_end_all``, at exit
             shut_down(self._nccl)
         # Don't leave the groups to the garbage collector, which would end them in any thread and at any time.
         groups = list(self._groups)
@@ -574,6 +575,8 @@ def _nccl_group(store: dist.Store, world: World, timeout: float) -> Any:
 
 def meet(world: World, timeout: float, backend: str = "torch", obstacle: str | None = None) -> tuple[dist.Store, World]:
     """Open the job's store and wait for all processes. Collective; blocks.
+
+    ``obstacle`` is the reason why the backend cannot use this host together with other hosts, or ``None``.
 
     Returns:
         The store, and the world with local and cross ranks that follow from the hosts of all ranks.

@@ -51,7 +51,7 @@ def probe(name: str, world: World, timeout: float) -> Probe:
         return found
     joining.join(timeout + MARGIN_SECONDS)
     if joining.is_alive():
-        # Horovod over MPI may wait forever: abandon the daemon thread.
+        # Horovod over MPI may wait forever: abandon the daemon thread. It may still change ``found``, so do not return it.
         late = Probe(name)
         late.error = (
             f"{name} did not start on rank {world.rank} within {timeout:g} s: another rank is missing or cannot be "

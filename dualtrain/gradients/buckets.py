@@ -36,7 +36,7 @@ class Bucket:
         layout: where the gradients lie.
         slots: the slots of the layout's places, in the same order.
         extra: how many scalars are sent behind the gradients.
-        backend: the ranks whose gradients are summed.
+        backend: the backend that sums the gradients over its ranks.
         transfer: how gradients are sent.
         order: the tree along which gradients are summed; ``None`` for the backend's own order.
     """
@@ -99,7 +99,8 @@ class Bucket:
 
     def clear(self) -> None:
         """Move gradients out of the buckets, so that the program keeps their values; then fill the buffer with zeros."""
-        self.memory.leave_layout()  # before the copies: views of a gradient must show its next values
+        # Before the copies: if the program keeps views, the gradients stay in the memory that they share with the views.
+        self.memory.leave_layout()
         for slot in self.memory.slots_inside():
             assert slot.param.grad is not None
             slot.param.grad.data = slot.param.grad.detach().clone()
@@ -169,10 +170,10 @@ class Bucket:
         self.memory.end_round()
 
     def assigned_late(self) -> Slot | None:
-        """Return a slot that had no gradient on any rank, if its parameter got a gradient with nonzero values afterwards.
+        """Return a slot for which the ranks averaged only zeros, if the program has since assigned nonzero values.
 
-        A slot that had a gradient on another rank is not returned: the program may have replaced the average, as
-        out-of-place clipping does.
+        The gradient must have been missing on this rank. If the average is not zero, the slot is not returned: the program
+        may have replaced the average, as out-of-place clipping does.
         """
         for slot in self._missing:
             grad = slot.param.grad
@@ -287,7 +288,10 @@ class Bucket:
         self.sum.add_shard([*parts, self.memory.extra.clone()])
 
     def _split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Split a buffer of the size of the bucket's: a part for each slot, then the extras; one part if ``_adds_wire``."""
+        """Split a buffer, as large as ``memory.wire``, into a part for each slot and a last part for the extra scalars.
+
+        If ``_adds_wire`` is set, return the buffer as a single part.
+        """
         if self._adds_wire:
             return [buffer]
         address, numel = buffer.data_ptr(), self.memory.values.numel()

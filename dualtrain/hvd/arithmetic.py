@@ -27,7 +27,7 @@ PLAIN = {
 
 _EXACT_IN_DOUBLE = 1 << 53
 _INT64 = 1 << 63
-_SMALLEST_SQUARED_NORM = sys.float_info.min**0.5
+_SMALLEST_SQUARED_NORM = sys.float_info.min**0.5  # vectors with a smaller squared norm count as zero
 _LARGEST_DENOMINATOR = 1 << 20
 _SUMMED_BY_ONE_THREAD = (1 << 15) - 1  # torch splits a longer sum into one part per thread
 
@@ -41,8 +41,8 @@ def check_op(op: object) -> None:
 def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     """Return ``factor`` times ``tensor``, in the same dtype: ``tensor`` itself if the factor is 1, else a new tensor.
 
-    16-bit floats are multiplied in 32 bits and rounded once. Integers are multiplied by a whole factor exactly. For any
-    other factor, integers are converted to 64-bit floats (int64 values of magnitude 2**53 or more to fractions), and
+    16-bit floats are multiplied in 32 bits and rounded once. Products of integers and a whole-number factor are exact. For
+    any other factor, integers are converted to 64-bit floats (int64 values of magnitude 2**53 or more to fractions), and
     the product is truncated toward zero. A product that does not fit into the dtype, or is not a number, is undefined, and
     raises no error. A bool is true if its product is not 0.
     """

@@ -48,9 +48,9 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         process_sets: sets to add, the same on every rank; or ``"dynamic"``, so that sets can be added later.
 
     Raises:
-        ValueError: the world cannot be joined, a variable has an invalid value, ``process_sets`` is a different text, or a
-            process set is not valid or appears twice. If the cause is a process set, this process is in the world. If a set
-            appears twice, the other sets can be used.
+        ValueError: the world cannot be joined, a variable has an invalid value, ``process_sets`` is a text other than
+            "dynamic", or a process set is not valid or appears twice. After an error in a process set, this process is
+            still in the world. If a set appears twice, the other sets can be used.
         BackendError: another rank failed, or did not continue in time, after it had joined the world.
     """
     global _current, _generations

@@ -107,7 +107,7 @@ def step_if_fresh(optimizer: torch.optim.Optimizer) -> None:
         return
     params = [p for group in optimizer.param_groups for p in group["params"]]
     before = [p.detach().clone() for p in params]
-    lost = any(p.grad is not None and _is_nonzero(p.grad) for p in params if p.requires_grad)
+    lost = any(p.grad is not None and _is_nonzero(p.grad) for p in params if p.requires_grad)  # overwritten below
     for p in params:
         if p.requires_grad:
             p.grad = zero_gradient(optimizer, p)
@@ -119,6 +119,7 @@ def step_if_fresh(optimizer: torch.optim.Optimizer) -> None:
     moved = any(not torch.equal(p, old) for p, old in zip(params, before, strict=True))
     unused = {"step"} if isinstance(optimizer, _COUNTER_UNUSED) else set()
     state = [each for state in optimizer.state.values() for name, each in state.items() if name not in unused]
+    # SGD dampens each gradient except the first. The step with zeros counts as the first.
     if moved or lost or any(map(_is_nonzero, state)) or any(group.get("dampening") for group in optimizer.param_groups):
         note(FRESH_STATE)
 

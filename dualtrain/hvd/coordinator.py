@@ -6,7 +6,7 @@ execute calls in the order of these messages. This file uses no sockets and no t
 
 Named calls match by (process set, kind, name). Unnamed calls match by (process set, kind): a rank's n-th unnamed call
 matches the n-th unnamed call of each other rank. A joined rank is a rank that has called ``join``: the other ranks' calls
-do not wait for it.
+do not wait for it. A channel is a backend for the gradients of one optimizer; the calls of kind "channel" open it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dualtrain.hvd.disagreement import (
     title_of,
 )
 
-#: The end of the reason if a rank ends the world without one: it may have failed, and report its error later.
+#: Text after "rank 1" in the reason for a shutdown, if the rank gives no reason. It may have failed, and report this later.
 ENDED = "has shut Horovod down, or its program has ended"
 _FRESH_SECONDS = 5.0  # a waiting rank repeats its report every second, so an older report is out of date
 #: Kinds that all ranks execute, even if only a set's members call them, because torch makes process groups collectively.
@@ -122,10 +122,10 @@ class Coordinator:
             self._after_join(rank)
         elif kind == "join_with_zeros":
             self._request_zeros(rank, message)
-        elif kind == "drop":
+        elif kind == "drop":  # the rank discards the result of an exchange of gradients, so no member may use it
             for member in self.sets.get(message["set"], ()):
                 self._send(member, {"do": "drop", "channel": message["channel"], "exchange": message["exchange"]})
-        elif kind == "progress":
+        elif kind == "progress":  # the rank waits for an operation in shared memory, which the other ranks must advance
             for other in range(self.size):
                 self._send(other, {"do": "progress"})
         else:
@@ -180,7 +180,7 @@ class Coordinator:
         now = self._clock()
         for what, reports in self._waits.items():
             fresh = {rank: message for rank, (when, message) in reports.items() if now - when < _FRESH_SECONDS}
-            if fresh and now - self._requested[what] > 1:
+            if fresh and now - self._requested[what] > 1:  # the other ranks have had a second to report
                 yield what, max(m["seconds"] for m in fresh.values()), set(fresh), next(iter(fresh.values()))["members"]
 
     # -- matching ---------------------------------------------------------------------------------------------------

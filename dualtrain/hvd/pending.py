@@ -31,8 +31,8 @@ class Pending:
         message: the request that was sent to the coordinator.
         tensors: this rank's inputs.
         outputs: where the results go; ``None`` for new tensors.
-        then: function that the engine's thread calls with the items of the result, before the call counts as ended; only
-            for a call that opens a channel.
+        then: function that the engine's thread calls with the two items of the result (the channel and the list of sparse
+            gradients), before ``ended`` is set; only for a call that opens a channel.
         ended: set when there is a result or an error.
         facts: rank 0's description of the matched call, such as every rank's ``rows`` and ``splits``.
         events: GPU events after which the inputs are ready; after the call has ended, the events of the results.

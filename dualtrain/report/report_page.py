@@ -56,7 +56,7 @@ def _about(run: Run) -> list[str]:
 
 
 def _setting(run: Run, name: str) -> str:
-    """Format a setting's value; for "auto", also show the run's choice, if it is one of ``RANKS`` (backend, …)."""
+    """Format a setting's value. If a setting in ``RANKS`` (backend, …) is "auto", also show the value that was chosen."""
     value, chosen = as_text(run.config[name]), run.facts.get(name)
     return f"auto: {chosen}" if value == "auto" and name in RANKS and chosen not in (None, "auto") else value
 

@@ -31,7 +31,7 @@ class NoTensors(dict[str, Any]):
 def flatten(value: Any, tensors: dict[str, torch.Tensor] | None, place: str = "") -> Any:
     """Convert ``value`` for JSON: each container to its kind and its items, each tensor to its name in ``tensors``.
 
-    Copies of the tensors on the CPU are added to ``tensors``. If ``tensors`` is ``None``, tensors are only checked.
+    CPU copies of all tensors are added to ``tensors``. If ``tensors`` is ``None``, tensors are only checked.
 
     Raises:
         TypeError: a checkpoint cannot hold a value of this kind; the message names its ``place``.
@@ -84,7 +84,7 @@ def _unusual(tensor: torch.Tensor) -> str:
 def _has_format(dtype: torch.dtype) -> bool:
     try:
         safetensors.torch.save({"empty": torch.empty(0, dtype=dtype)})
-    except Exception:  # the type depends on the version of safetensors
+    except Exception:  # the type of the exception depends on the version of safetensors
         return False
     return True
 

@@ -1,4 +1,4 @@
-"""Training and evaluation mode of a model. Modules may differ: frozen layers may stay in evaluation mode."""
+"""Training and evaluation mode of a model. Its modules may have different modes, for example if some layers are frozen."""
 
 from __future__ import annotations
 

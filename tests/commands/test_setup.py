@@ -1,4 +1,4 @@
-"""launch/setup.sh: what it installs for each DUALTRAIN_WITH, and the repair of an interrupted set-up.
+"""launch/setup.sh: what it installs for each value of DUALTRAIN_WITH, and the repair of an interrupted set-up.
 
 A fake interpreter makes the environment, so a set-up takes a second and needs no network. The fake records pip's arguments,
 and a test may write shell code that runs in place of pip.

@@ -178,7 +178,10 @@ def test_samples_that_cannot_be_batched_are_refused_in_one_line():
 
 
 def build_targets():
-    """Build data: training target 2 is ignored (-100), training target 7 is too large, validation targets are floats."""
+    """Build data: training sample 2 has the ignored target -100, training sample 7 has the target 2, which is too large.
+
+    Validation targets are floats.
+    """
     inputs, classes = torch.zeros(9, 2), torch.arange(9).clamp(max=1)
     classes[2], classes[7] = -100, 2
     return [*zip(inputs, classes, strict=True)], [*zip(inputs, classes.float(), strict=True)]

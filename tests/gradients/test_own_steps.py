@@ -67,7 +67,7 @@ def own_steps(backend):
     inner.step()  # a second step with the same average
     optimizer.zero_grad()
     assert p.tolist() == [-5 * mean] * 2
-    p.data.fill_(-2 * mean)
+    p.data.fill_(-2 * mean)  # any value: the next step, with a gradient of zero, must not change it
     (p.sum() * 0).backward()
     p.grad.mul_(2)  # an in-place change, as by clipping; the gradient is zero
     optimizer.go()

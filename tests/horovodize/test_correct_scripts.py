@@ -1,4 +1,4 @@
-"""Correct scripts for which a rule of ``horovodize --check`` reports nothing, and methods that write files."""
+"""Rules of ``horovodize --check``, applied to correct scripts (no finding) and to methods that write files."""
 
 import pytest
 
@@ -230,7 +230,7 @@ class Saver(Base):
         pytest.param("'x') if self.out else print(", "Saver(hvd.rank() == 0).fit()", id="flag"),
     ],
 )
-def test_a_method_that_may_write_on_one_rank_or_to_a_file_of_each_rank_has_no_finding(path, calls):
+def test_a_method_that_may_write_on_one_rank_only_or_to_one_file_per_rank_has_no_finding(path, calls):
     source = Source(f"{START}{SAVER.replace('{path}', path)}{calls}\n")
     assert not list(BY_NAME["saved_by_all_ranks"](source))
 
@@ -243,7 +243,7 @@ def test_a_method_that_writes_a_file_on_all_ranks_has_a_finding(path):
     assert [finding.line for finding in BY_NAME["saved_by_all_ranks"](source)] == [6]
 
 
-def test_each_file_is_searched_for_changes_of_gradients_once(monkeypatch):
+def test_each_file_is_searched_only_once_for_changes_of_gradients(monkeypatch):
     program = [Source(f"{START}def clip{n}(m):\n    for p in m.parameters():\n        p.grad.mul_(2)\n") for n in range(3)]
     connect(program)
     assert [changing_functions(file) for file in program] == [{"clip0", "clip1", "clip2"}] * 3

@@ -50,7 +50,11 @@ class ExitError(Exception):
 
 @pytest.fixture
 def simulated(tmp_path, monkeypatch):
-    """Return a function that trains with two optimizers, one rank after another in this process, and returns the record."""
+    """Return a function that trains with two optimizers, one rank after another in this process, and returns the record.
+
+    ``steps`` is the requested number of steps, and ``until`` is the number of steps of the script. ``change`` is called
+    before each step; ``joins`` is the number of calls of ``join`` before training. For ``every``, see :func:`train`.
+    """
     monkeypatch.setattr(recorder.os, "_exit", lambda status: (_ for _ in ()).throw(ExitError))
     count = iter(range(99))
 
@@ -1006,6 +1010,7 @@ def hold_workspace(connection):
     connection.recv()
 
 
+# killed: whether the process in the workspace is killed. sent: the signal to the process that removes the folders.
 @pytest.mark.parametrize(("killed", "sent"), [(False, None), (True, None), (True, signal.SIGTERM), (False, signal.SIGKILL)])
 def test_processes_and_folders_of_the_runs_are_removed(killed, sent, tmp_path, monkeypatch):
     """The runs' processes and folders disappear when ``with workspace()`` ends or the process that runs it is killed.
@@ -1167,6 +1172,7 @@ def collected(simulated, monkeypatch):
 
 
 #: Runs as pairs of a kind and a number of steps. A record replaces the first of the runs FIRST; SPEED measures the speed.
+#: A run of 50 steps summarizes its weights after steps 1, 2, 5, 10, 20, 37 and 50. Most shorter runs end at one of these.
 FIRST = [("Horovod", 50), ("compat", 50)]
 SPEED = [("plain", 8), ("Horovod", 8), ("Horovod", 8), ("plain", 8)]
 SAME, DEFECTS = "same bits for 50 steps", "same bits for 50 steps, once these defects of Horovod are reproduced: it takes"

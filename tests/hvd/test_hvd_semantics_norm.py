@@ -91,7 +91,7 @@ def test_a_converted_model_trains_and_has_equal_statistics_on_all_ranks(real):
 
 
 class Shared(nn.Module):
-    """Model with one BatchNorm layer under two names, and in a second parent."""
+    """Model that contains one BatchNorm layer three times: as two attributes, and in ``block``."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -172,7 +172,7 @@ def test_a_run_resumes_at_another_world_size(processes, paths, tmp_path):
 
 @contextmanager
 def handling_hangups(handler: int) -> Iterator[None]:
-    """Set SIGHUP's handler inside the block: under nohup, the tests ignore the signal."""
+    """Set SIGHUP's handler inside the block, because pytest ignores the signal if it was started under nohup."""
     earlier = signal.signal(signal.SIGHUP, handler)
     try:
         yield

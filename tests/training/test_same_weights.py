@@ -49,14 +49,14 @@ def renormalized(backend, virtual_ranks: int | None = None) -> None:
     trainer.step([batch] if virtual_ranks is None else [batch] * len(trainer.shards), 2.0)
 
 
-def test_weights_that_forward_changes_on_each_rank_are_refused():
+def test_weights_that_forward_passes_change_on_each_rank_are_refused():
     refused(2, renormalized, r"the ranks do not have the same weights.*checksum of '0.weight' is -?\d+ on rank 0 and")
     with connect("local") as backend:
         renormalized(backend)  # accepted with one rank, as in torch
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_virtual_ranks_refuse_weights_that_forward_changes(ranks):
+def test_virtual_ranks_refuse_weights_that_a_forward_pass_changes(ranks):
     def member(backend) -> None:
         with pytest.raises(ValueError, match=r"parameter '0\.weight' changes in forward"):
             renormalized(backend, 2)
@@ -279,7 +279,7 @@ def test_a_resume_restores_the_extra_state_and_the_buffers_of_each_rank(tmp_path
             resumed.step([batch], 16.0)
         assert torch.equal(resumed.model[0].weight, trainer.model[0].weight)
         assert torch.equal(resumed.model[0]._mean, trainer.model[0]._mean)
-        # After a load of a state from another world size, all ranks have rank 0's extra state.
+        # If the loaded state was saved with a different world size, all ranks get rank 0's extra state.
         state = copy.deepcopy(resumed.state_dict())
         state["ranks"].pop()
         resumed.load_state_dict(state)
@@ -289,7 +289,7 @@ def test_a_resume_restores_the_extra_state_and_the_buffers_of_each_rank(tmp_path
     run_threads(2, body)
 
 
-def test_virtual_ranks_refuse_extra_state_that_forward_changes():
+def test_virtual_ranks_refuse_extra_state_that_a_forward_pass_changes():
     def body(backend) -> None:
         trainer = centered(backend, virtual_ranks=3)
         with pytest.raises(ValueError, match=r"extra state of '0' changes in forward, and has no mean over virtual ranks"):
@@ -345,7 +345,7 @@ def test_virtual_ranks_refuse_a_change_in_a_nested_extra_state(change):
             trainer.step([data(backend)] * 2, 16.0)
 
 
-def test_averaged_weights_are_evaluated_with_the_present_extra_state():
+def test_averaged_weights_are_evaluated_with_the_current_extra_state():
     with connect("local") as backend:
         trainer = centered(backend, ema=0.5)
         for use in (lambda: trainer.evaluated, lambda: trainer.ema.module):

@@ -176,7 +176,7 @@ def test_all_buffers_of_each_rank_are_restored(typical, tmp_path):
         assert model.grows.tolist() == [True, True]
         old = trainer.state_dict()
         for rank in old["ranks"]:
-            rank["buffers"] = {"mean": rank["buffers"]["mean"]}  # as version 0.2.0 writes it
+            rank["buffers"] = {"mean": rank["buffers"]["mean"]}  # as version 0.2.0 wrote it
         trainer.load_state_dict(old)
 
 
@@ -279,7 +279,7 @@ def test_averaged_weights_start_from_the_weights_of_a_state_without_an_average(t
         trainer.resume(tmp_path / "state")
         assert trainer.evaluate([batch()]) == wanted
         trainer.step([batch(1)], 6)
-        assert torch.equal(trainer.evaluated.weight, model.weight)
+        assert torch.equal(trainer.evaluated.weight, model.weight)  # the first update of an average copies the weights
 
 
 @pytest.mark.parametrize("saved", [True, False])
@@ -387,7 +387,7 @@ def test_averaged_weights_include_buffers_that_the_first_forward_pass_creates():
 
 
 class Late(nn.Module):
-    """Its second forward pass makes a buffer, which comes before the others and then grows."""
+    """A model whose second forward pass makes the buffer that ``named_buffers()`` lists first. Later passes enlarge it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -449,7 +449,7 @@ def test_averaged_weights_leave_out_buffers_that_only_an_evaluation_creates():
         trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, ema=0.9)
         for number in range(3):
             trainer.evaluate([batch(number)])
-            assert trainer.evaluated.mask is not None
+            assert trainer.evaluated.mask is not None  # the evaluation has made it, in the averaged model only
             trainer.step([batch(number)], 6)
             assert torch.equal(trainer.evaluated.norm.running_mean, model.norm.running_mean)
             assert torch.equal(trainer.evaluated.norm.running_var, model.norm.running_var)
@@ -468,7 +468,7 @@ def test_averaged_weights_leave_out_buffers_that_the_programs_own_evaluation_cre
 
 
 class Untied(nn.Module):
-    """Its first forward pass replaces one of two buffers that are the same tensor."""
+    """A model with two buffers that are one tensor at first. Each forward pass assigns a new tensor to the second one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -547,7 +547,7 @@ def test_a_trainer_that_averages_weights_resumes_a_model_that_registers_a_buffer
 
 
 class Changing(nn.Module):
-    """A model whose layers change their buffers in later forward passes, and in evaluations."""
+    """A model whose forward passes replace its own buffer, and register buffers of its layers: one only in evaluations."""
 
     def __init__(self):
         super().__init__()
@@ -566,7 +566,7 @@ class Changing(nn.Module):
 
 
 class Shifted(nn.Linear):
-    """A layer with a buffer of integers, in whose place a forward pass puts the mean of the inputs."""
+    """A layer whose forward pass replaces a buffer of integers by the mean of the inputs, in training mode."""
 
     def __init__(self):
         super().__init__(4, 3)
@@ -609,7 +609,7 @@ SCRIPTING = threading.Lock()  # in Python 3.11, ast.parse raises SystemError if 
 
 
 def scripted(backend, virtual_ranks, folder):
-    """Train a module of TorchScript, resume a second one, and train on; return the validation loss."""
+    """Train a TorchScript module, and a second one from the state after step 1; return their equal validation loss."""
     losses, weights = [], []
     for begin in (0, 1):
         with SCRIPTING:
@@ -634,7 +634,7 @@ def scripted(backend, virtual_ranks, folder):
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.* is deprecated")
 @pytest.mark.parametrize("virtual_ranks", [None, 3])
-def test_a_module_of_torchscript_is_trained_and_resumed(virtual_ranks, tmp_path):
+def test_a_torchscript_module_is_trained_and_resumed(virtual_ranks, tmp_path):
     for ranks in (1, 2):
         (tmp_path / str(ranks)).mkdir()
         found = run_threads(ranks, scripted, virtual_ranks, tmp_path / str(ranks))

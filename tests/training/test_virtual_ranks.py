@@ -262,6 +262,7 @@ def test_buffers_that_cannot_be_combined_over_shards_are_refused_by_name(name, m
         refused_buffer(backend, name, message)
 
 
+# With 100 shards, a counter may change by 409 at most: 100 × 409² is below 2**24, up to which float32 has all integers.
 @pytest.mark.parametrize(("different", "message"), [(409, ""), (408, "unequal amounts"), (410, "by 409 at most")])
 def test_a_counter_that_one_of_100_shards_changes_by_another_amount_is_refused(different, message):
     model = nn.Linear(1, 1)
@@ -294,7 +295,10 @@ def test_changes_of_a_counter_that_hardly_differ_per_pass_are_refused():
 
 
 def samples_of_uneven_passes(backend, difference):
-    """Count the samples in a step whose shards have three passes, of 4, 3 and 3 samples; return the count."""
+    """Count the samples in a step whose shards have three passes, of 4, 3 and 3 samples; return the count.
+
+    The last shard has ``difference`` more samples.
+    """
 
     def change(model, x):
         model.samples += len(x)
@@ -357,7 +361,7 @@ def calls_in_averaged_model(backend):
     return trainer.evaluated.calls.item()
 
 
-def test_an_evaluation_does_not_change_the_buffers_of_averaged_weights():
+def test_an_evaluation_does_not_change_the_buffers_of_the_averaged_model():
     for size in (1, 2, 4):
         assert run_threads(size, calls_in_averaged_model) == [2.0] * size
 
@@ -448,7 +452,10 @@ def test_a_trainer_can_be_evaluated_in_a_step_of_another_one():
 
 
 def adversaries(backend, *, together: bool) -> str:
-    """Train a critic that has BatchNorm, and a maker whose loss calls the critic; return the hash of both."""
+    """Train a critic that has BatchNorm, and a maker whose loss calls the critic; return the hash of both.
+
+    With ``together``, the critic is also a part of the model of the maker's trainer.
+    """
     critic, maker = nn.Sequential(nn.BatchNorm1d(4), seeded(nn.Linear(4, 3))), seeded(nn.Linear(4, 4), 1)
     both, options = nn.ModuleList([maker, critic]), {"backend": backend, "virtual_ranks": 3}
     one = Trainer(critic, torch.optim.SGD(critic.parameters(), 0.1), **options)

@@ -94,7 +94,7 @@ class SecondMapping:
 
     def __init__(self, first: torch.Tensor) -> None:
         self._first, nbytes = first, first.numel()
-        # With an old size of 0, mremap keeps the old mapping of shared pages.
+        # With an old size of 0, mremap makes a second mapping of the same shared pages, and keeps the first.
         self.memory = _as_tensor(_mremap(first.data_ptr(), 0, nbytes, _MAYMOVE, 0), nbytes)
         self._copy: int | None = _map_private(nbytes)
 
@@ -134,7 +134,7 @@ def _checked(address: int) -> int:
 def _open(pid: int, number: int, nonce: int, nbytes: int) -> torch.Tensor:
     descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
     try:
-        # If the host's first rank runs in a different container, its PID belongs to a different process in this container.
+        # If the host's first rank runs in a different container, its PID may belong to another process in this container.
         if os.pread(descriptor, _NONCE_BYTES, nbytes) != nonce.to_bytes(_NONCE_BYTES, "little"):
             raise OSError("its PID belongs to another process in this container")
         return _map(descriptor, nbytes)

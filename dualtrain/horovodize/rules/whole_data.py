@@ -25,6 +25,7 @@ def every_rank_reads_all(source: Source) -> Iterator[Finding]:
     for call in source.calls:
         if source.name(call.func) not in LOADERS or runs_on_driver(source, call) or not _shuffles_training(source, call):
             continue
+        # The name of ``**options`` is None. The options may contain a sampler.
         others = {word.arg for word in call.keywords if not _is_random(source, word)} & {"sampler", "batch_sampler", None}
         data = first_argument(call, "dataset")
         if others or data is None or is_sharded(source, data) or is_for_evaluation(source, call):
@@ -101,7 +102,7 @@ def _is_replaced(source: Source, call: ast.Call, data: ast.expr) -> bool:
 
 
 def _has_whole_training_set(source: Source, call: ast.Call) -> bool:
-    """Return whether the loader has a name for training, and a map-style dataset that is not split by rank."""
+    """Return whether the loader's variable is named for training, and its dataset is map-style and not split by rank."""
     target = next((name for name, value, _ in source.assignments if value is call), "")
     calls = [value for value in source.possible_values(first_argument(call, "dataset")) if isinstance(value, ast.Call)]
     if not is_for_training(target) or len(calls) != 1:
