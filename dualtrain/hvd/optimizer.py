@@ -304,30 +304,35 @@ class _Optimizer(NativeOptimizer):
 
     def _with_reduction(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
-            if self.reducer is not None:
-                self.reducer.renew()
-                self.reducer.reset_passes()
+            reducer, before = self.reducer, self.has_local_gradients()
+            if reducer is not None:
+                reducer.renew()
+                reducer.reset_passes()
             with torch.enable_grad():
                 loss = closure()
-            if self.reducer is None:
+            if reducer is None:
                 return loss
-            if self._must_combine(self.reducer):
-                self._combine(self.reducer)
+            if self._should_synchronize or self._has_any_rank_local_gradients(reducer, before):
+                self._combine(reducer)
+                reducer.reset_passes()
             self._synchronized = False
             return combined_loss(loss, self.average_over_ranks)
 
         return evaluate
 
-    def _must_combine(self, reducer: HorovodReducer) -> bool:
-        """Return whether to combine the gradients after a closure. Collective."""
-        if self._should_synchronize:
-            return True
-        # In skip_synchronize(), a closure synchronizes by itself, as those of Lightning 1.x do. It may set gradients to
-        # None afterwards, or run no backward: the optimizer must then find None, not zeros.
-        mine = self.has_local_gradients()
-        if self._synchronized:
-            return mine
+    def _has_any_rank_local_gradients(self, reducer: HorovodReducer, before: bool) -> bool:
+        """Return whether a closure in ``skip_synchronize()`` has left gradients on any rank uncombined. Collective.
+
+        Closures such as those of Lightning 1.x synchronize by themselves. They may set gradients to None afterwards, or run
+        no backward: the optimizer must then find None, not zeros.
+
+        Args:
+            before: whether this rank had such gradients before the closure.
+        """
+        reducer.check_open()
         reducer.enter_world()  # sets the name of the call
+        reducer.renew()  # another rank may have run backward after the closure's synchronize()
+        mine = self.has_local_gradients() or (before and not self._synchronized)
         return bool(self._over_ranks(torch.tensor([float(mine)], device="cpu"), "local").item())
 
     def average_over_ranks(self, values: torch.Tensor) -> torch.Tensor:

@@ -586,22 +586,37 @@ def test_a_closure_may_synchronize_by_itself(real):
     assert real(closures_that_synchronize) == [expected] * 2
 
 
-def closure_without_synchronize(backend):
+def closures_that_leave_gradients_local(backend):
+    """Step in ``skip_synchronize()``, with gradients that are not combined on both ranks, or only on rank 1."""
     with library(backend) as hvd:
         p, optimizer = wrapped(hvd, op=hvd.Sum)
 
-        def closure():
+        def after_synchronize():
+            optimizer.synchronize()
+            optimizer.zero_grad()
+            on_rank_1()
+
+        def on_rank_1():
             if hvd.rank() == 1:
                 p.sum().backward()
 
+        found = []
         with optimizer.skip_synchronize():
-            optimizer.step(closure)
-        return p[0].item()
+            for closure in (lambda: None, on_rank_1, after_synchronize, lambda: None):
+                if len(found) in (0, 3):
+                    p.sum().backward()
+                optimizer.step(closure)
+                found.append(p[0].item())
+                p.grad = None
+            optimizer.close()
+            with pytest.raises(RuntimeError, match="was closed"):
+                optimizer.step(p.sum().backward)
+        return found
 
 
 @OURS_2
 def test_gradients_that_a_closure_leaves_local_are_combined(real):
-    assert real(closure_without_synchronize) == [-1.0] * 2
+    assert real(closures_that_leave_gradients_local) == [[-2.0, -3.0, -4.0, -6.0]] * 2
 
 
 def shared_weight(backend):
