@@ -28,7 +28,7 @@ class Exchanger(Protocol):
 
     base_name: str
     channel_name: str
-    #: Number among the reducers of this base name, in the order in which this process made them.
+    #: Number among the reducers of this base name in this world, in the order in which this process made them.
     made: int
     closed: bool
     exchanges: int
@@ -90,7 +90,8 @@ class Exchangers:
         self.added: dict[str, list[str]] = {}
         self._references: list[weakref.ref[Exchanger]] = []  # made in this world, in the order of their registration
         self._earlier: list[weakref.ref[Exchanger]] = []  # made in earlier worlds
-        self._made: Counter[str] = Counter()  # base name → number of reducers that were made
+        #: Base name → number of reducers that were made, or that existed at the start of this world.
+        self.made: Counter[str] = Counter()
         #: All reducers, including those that send gradients through requests to rank 0.
         self.reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
         #: Channel name → number of the last exchange in which this rank took part. Kept when the reducer is freed.
@@ -104,23 +105,32 @@ class Exchangers:
         """Register ``exchanger``: the engine will inform it when ranks join. Return the value of its ``made``."""
         self._references = [reference for reference in self._references if reference() is not None]
         self._references.append(weakref.ref(exchanger))
-        self._made[exchanger.base_name] += 1
-        return self._made[exchanger.base_name]
+        return self._number(exchanger.base_name)
+
+    def _number(self, base_name: str) -> int:
+        self.made[base_name] += 1
+        return self.made[base_name]
 
     def alive(self) -> list[Exchanger]:
         """Return the registered reducers that still exist: first those made in this world."""
         return [one for reference in (*self._references, *self._earlier) if (one := reference()) is not None]
 
-    def find(self, channel_name: str, made: int) -> Exchanger | None:
+    def find(self, channel_name: str, made: list[int]) -> Exchanger | None:
         """Return the reducer of the channel.
 
-        If there is none, return an open reducer that has the channel's base name, and no channel yet: the one with the
-        number ``made``, as on the rank that uses the channel, else the first one.
+        If there is none, return an open reducer that has the channel's base name, and no channel yet. If there are several,
+        return the one that was made at the same point as on the rank that uses the channel. Return None if it is unknown,
+        because the ranks have made different numbers of such reducers.
+
+        Args:
+            made: on the rank that uses the channel, the reducer's number and the number of all reducers of this base name.
         """
         base, alive = channel_name.rpartition(".")[0], self.alive()
         known = [one for one in alive if one.channel_name == channel_name]
         unused = [one for one in alive if not one.channel_name and one.base_name == base and not one.closed]
-        return next(iter(known + [one for one in unused if one.made == made] + unused), None)
+        if len(unused) > 1:
+            unused = [one for one in unused if [one.made, self.made[base]] == made]
+        return next(iter(known + unused), None)
 
     def skip(self, channel_name: str, added: list[str]) -> None:
         """Count an exchange for which the engine has sent zeros, because this rank has joined.
@@ -138,11 +148,11 @@ class Exchangers:
         """Forget the channels and the exchanges of the previous world."""
         if self.alive():
             gc.collect()  # otherwise find() could return the reducer of an optimizer that the script has dropped
-        for each in (self.done, self.dropped, self.unused, self.added):
+        for each in (self.done, self.dropped, self.unused, self.added, self.made):
             each.clear()
         self._earlier, self._references = [weakref.ref(one) for one in self.alive()], []
         for one in self.alive():
-            one.exchanges = 0
+            one.exchanges, one.made = 0, self._number(one.base_name)
             one.announced.clear()
         for reducer in tuple(self.reducers):
             reducer.channel_name = ""

@@ -241,7 +241,8 @@ class Engine:
         if self.joined_ranks:
             exchange, channel = exchanger.exchanges, exchanger.channel_name
             exchanger.announced.add(exchange)
-            request = {"channel": channel, "exchange": exchange, "made": exchanger.made, "added": exchanger.added}
+            made = [exchanger.made, self.exchangers.made[exchanger.base_name]]
+            request = {"channel": channel, "exchange": exchange, "made": made, "added": exchanger.added}
             self.send({"kind": "join_with_zeros", **request, "set": exchanger.set_id})
 
     def drop(self, channel: str, exchange: int, set_id: int) -> None:
