@@ -410,6 +410,7 @@ class HorovodReducer(ABC):
     def gradient_ready(self, slot: Slot) -> None:
         """Count one more backward pass for a gradient. Raises AssertionError after too many passes, as Horovod does."""
         self.enter_world()
+        basics.engine().check_process()  # before the gradient is copied to a bucket, which may be in shared memory
         self.renew()
         if not self.dirty:
             self.dirty, self._dirty_after_drop = True, self.exchange_is_discarded()

@@ -102,10 +102,7 @@ class Engine:
             HorovodInternalError: the world has ended, or this process was forked from a rank.
         """
         check_name(name)
-        try:
-            self.backend.check_process()
-        except BackendError as error:
-            raise HorovodInternalError(str(error)) from error
+        self.check_process()
         # Don't count autograd's threads (dummy threads for ``threading``): the main thread waits while they run backward.
         thread = threading.current_thread()
         if thread is not threading.main_thread() and not isinstance(thread, threading._DummyThread):
@@ -135,6 +132,13 @@ class Engine:
             self._pending[message["id"]] = pending
         self.send(message)
         return pending
+
+    def check_process(self) -> None:
+        """Raise HorovodInternalError if this process was forked from a rank."""
+        try:
+            self.backend.check_process()
+        except BackendError as error:
+            raise HorovodInternalError(str(error)) from error
 
     def join(self, divide_by: str) -> int:
         """Contribute zeros to gradient exchanges until all ranks have joined; return the rank that joined last."""

@@ -266,15 +266,24 @@ def test_a_timeline_has_calls_that_began_before_it_and_a_line_per_gradient(real,
 
 
 def calls_of_children(backend):
-    """Make a call in a child of each rank, and the same call on the ranks."""
+    """Make a call and a backward pass in a child of each rank. Neither may change the rank's results and gradients."""
     with library(backend) as hvd:
+        p, q = (torch.nn.Parameter(torch.zeros(20_000)) for _ in "pq")
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p, q], lr=1.0), [("p", p), ("q", q)], op=hvd.Sum)
+        (p.sum() + q.sum()).backward()
+        optimizer.step()
 
         def child():
-            with pytest.raises(hvd.mpi_ops.HorovodInternalError, match=f"this process was forked from rank {hvd.rank()}"):
-                hvd.allreduce(torch.full((2,), 100.0), op=hvd.Sum, name="x")
+            p.grad = None  # in memory that the ranks share
+            for call in (lambda: hvd.allreduce(torch.ones(2), name="x"), lambda: (100 * p.sum()).backward()):
+                with pytest.raises(
+                    hvd.mpi_ops.HorovodInternalError, match=f"this process was forked from rank {hvd.rank()}"
+                ):
+                    call()
 
         assert in_child(child) == 0
         assert hvd.allreduce(torch.ones(2), op=hvd.Sum, name="x").tolist() == [2.0] * 2
+        assert p.grad.tolist() == q.grad.tolist() == [2.0] * 20_000
 
 
 @OURS_2
