@@ -89,7 +89,6 @@ class HorovodReducer(ABC):
         self._generation = 0
         self._late: list[tuple[str, torch.nn.Parameter]] = []  # added later; not in the layout yet
         self._first_slots = 0  # number of slots when this reducer got its channel name
-        basics.exchangers.reducers.add(self)
 
     @property
     def set_id(self) -> int:
@@ -280,10 +279,6 @@ class HorovodReducer(ABC):
             self.reduce_once()
         self.renew()
 
-    def abandon_call(self) -> None:
-        """Do nothing. ``CallReducer`` overrides this, to discard the result of a call made before ``join()``."""
-        return
-
     def discard_step(self) -> None:
         """Discard the gradients of the step that backward has begun. Does not block.
 
@@ -391,11 +386,14 @@ class HorovodReducer(ABC):
         """
         self.process_set.usable_id()
         if self._generation != basics.generation():
-            self.world_changed()
-            self._generation = basics.generation()
-            self._first_slots = len(self.hooks.slots)
-            self.channel_name = f"{self.base_name}.{basics.engine().channels.claim(self.base_name)}"
-            self.name = f"gradients.{self.channel_name}"
+            self.use_channel(basics.exchangers.claim(self.base_name))
+
+    def use_channel(self, channel_name: str) -> None:
+        """Use this channel in the current world."""
+        self.world_changed()
+        self._generation = basics.generation()
+        self._first_slots = len(self.hooks.slots)
+        self.channel_name, self.name = channel_name, f"gradients.{channel_name}"
 
     # -- during backward --------------------------------------------------------------------------------------------
 

@@ -53,6 +53,7 @@ class CallReducer(HorovodReducer):
         self._checked = False  # whether self._refusals was set up for the current parameters
         self._reduced = False
         self.add(named)
+        self.made = basics.exchangers.callers.register(self)
 
     @property
     def refusals(self) -> Refusals:
@@ -151,7 +152,6 @@ class CallReducer(HorovodReducer):
         handle = -1
         if tensors:
             options = reduction_options(self.name, self._op, 1 / self._predivide, self._predivide, self.process_set)
-            handle = start(
-                ALLREDUCE, tensors, {**options, "frozen": frozen, "added": self.added}, grouped=True, in_place=True
-            )
+            more = {"frozen": frozen, "made": basics.exchangers.callers.position(self), "added": self.added}
+            handle = start(ALLREDUCE, tensors, {**options, **more}, grouped=True, in_place=True)
         return handle, [ctx for _, ctx in packed]

@@ -80,8 +80,8 @@ def _allreduce(kind: str, tensors: Tensors, outputs: Tensors | None, options: Op
     _check_reducible(tensors, op)
     if compat.enabled() and any(tensor.dtype == torch.float16 for tensor in tensors):
         compat.note(compat.HALF)
-    # Calls for an optimizer's gradients have two more options.
-    more = {name: options[name] for name in ("frozen", "added") if name in options}
+    # Calls for an optimizer's gradients have three more options.
+    more = {name: options[name] for name in ("frozen", "made", "added") if name in options}
     return engine().submit(kind, options["name"], set_id, tensors, outputs, op=op, **_scales(options), **more)
 
 

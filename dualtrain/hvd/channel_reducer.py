@@ -66,7 +66,7 @@ class ChannelReducer(HorovodReducer):
         self._traced = False  # whether the timeline records this exchange
         self._waits = False  # whether the main thread waits for the exchange
         self.add(named)
-        self.made = basics.exchangers.register(self)
+        self.made = basics.exchangers.exchangers.register(self)
 
     @property
     def refusals(self) -> Refusals:

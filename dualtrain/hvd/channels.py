@@ -11,10 +11,11 @@ waits for one operation, it advances the operations of all its channels: other r
 from __future__ import annotations
 
 import gc
+import itertools
 import queue
 import weakref
 from collections import Counter
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 from dualtrain.backends import Backend
 from dualtrain.backends.shm import SharedMemory, SharedMemoryBackend, UnsharedError
@@ -23,14 +24,32 @@ from dualtrain.horovod_variables import log
 _MANY_CHANNELS = 16
 
 
-class Exchanger(Protocol):
-    """A reducer that exchanges gradients without a request to rank 0 for each exchange. The engine informs it of joins."""
+class Reducer(Protocol):
+    """A reducer of any kind. The engine informs it of joins."""
 
     base_name: str
     channel_name: str
-    #: Number among the reducers of this base name in this world, in the order in which this process made them.
+    #: Number among the reducers of this kind and base name in this world, in the order in which this process made them.
     made: int
     closed: bool
+
+    def use_channel(self, channel_name: str) -> None:
+        """Use this channel in the current world."""
+
+    def begin_world(self) -> None:
+        """Prepare for a new world. Before its ``init``, all ranks must have added and unfrozen the same parameters."""
+
+
+class Caller(Reducer, Protocol):
+    """A reducer that combines gradients by a grouped allreduce."""
+
+    def abandon_call(self) -> None:
+        """Discard the result of a call that this rank has made before it joined."""
+
+
+class Exchanger(Reducer, Protocol):
+    """A reducer that exchanges gradients without a request to rank 0 for each exchange."""
+
     exchanges: int
     announced: set[int]
 
@@ -67,33 +86,56 @@ class Exchanger(Protocol):
         """End the exchange in which this rank takes part after ``join``, and discard its result. Blocks."""
 
 
-class Reducer(Protocol):
-    """A reducer of any kind."""
-
-    channel_name: str
-
-    def abandon_call(self) -> None:
-        """Discard the result of a call (a grouped allreduce of gradients) that this rank has made before it joined."""
-
-    def begin_world(self) -> None:
-        """Prepare for a new world. Before its ``init``, all ranks must have added and unfrozen the same parameters."""
+R = TypeVar("R", bound=Reducer)
 
 
-class Exchangers:
-    """The reducers of this process's optimizers. Only weak references are kept.
+class Registry(Generic[R]):
+    """The reducers of one kind. Only weak references are kept.
 
     An optimizer may outlive its world: ``shutdown`` and ``init`` may be called while the script keeps it.
     """
 
     def __init__(self) -> None:
+        self._references: list[weakref.ref[R]] = []  # made in this world, in the order of their registration
+        self._earlier: list[weakref.ref[R]] = []  # made in earlier worlds
+        #: Base name → number of reducers that were made, or that existed at the start of this world.
+        self._made: Counter[str] = Counter()
+
+    def register(self, reducer: R) -> int:
+        """Register ``reducer``: the engine will inform it when ranks join. Return the value of its ``made``."""
+        self._references = [reference for reference in self._references if reference() is not None]
+        self._references.append(weakref.ref(reducer))
+        return self._number(reducer)
+
+    def _number(self, reducer: R) -> int:
+        self._made[reducer.base_name] += 1
+        return self._made[reducer.base_name]
+
+    def position(self, reducer: R) -> list[int]:
+        """Return the reducer's ``made``, and the number of all reducers of its kind and base name."""
+        return [reducer.made, self._made[reducer.base_name]]
+
+    def alive(self) -> list[R]:
+        """Return the registered reducers that still exist: first those made in this world."""
+        return [one for reference in (*self._references, *self._earlier) if (one := reference()) is not None]
+
+    def enter_world(self) -> None:
+        """Count the reducers that still exist as made in earlier worlds, and number them anew."""
+        self._earlier, self._references = [weakref.ref(one) for one in self.alive()], []
+        self._made.clear()
+        for one in self.alive():
+            one.made = self._number(one)
+
+
+class Exchangers:
+    """The reducers of this process's optimizers, and their channels and exchanges in this world."""
+
+    def __init__(self) -> None:
+        self.callers: Registry[Caller] = Registry()
+        self.exchangers: Registry[Exchanger] = Registry()
+        self._claimed: set[str] = set()  # names of the channels that reducers have, or had, in this world
         #: Channel name → names of the parameters that the other ranks have added, as of the last :meth:`skip`.
         self.added: dict[str, list[str]] = {}
-        self._references: list[weakref.ref[Exchanger]] = []  # made in this world, in the order of their registration
-        self._earlier: list[weakref.ref[Exchanger]] = []  # made in earlier worlds
-        #: Base name → number of reducers that were made, or that existed at the start of this world.
-        self.made: Counter[str] = Counter()
-        #: All reducers, including those that send gradients through requests to rank 0.
-        self.reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()
         #: Channel name → number of the last exchange in which this rank took part. Kept when the reducer is freed.
         self.done: dict[str, int] = {}
         #: Exchanges whose results at least one rank discards, as pairs of a channel name and a number.
@@ -101,60 +143,60 @@ class Exchangers:
         #: Exchanges whose results this rank has not used, although it has taken part in them.
         self.unused: set[tuple[str, int]] = set()
 
-    def register(self, exchanger: Exchanger) -> int:
-        """Register ``exchanger``: the engine will inform it when ranks join. Return the value of its ``made``."""
-        self._references = [reference for reference in self._references if reference() is not None]
-        self._references.append(weakref.ref(exchanger))
-        return self._number(exchanger.base_name)
+    def claim(self, base_name: str) -> str:
+        """Return the name of an unused channel for a reducer: ``base_name`` and the lowest free number."""
+        names = (f"{base_name}.{number}" for number in itertools.count(1))
+        name = next(name for name in names if name not in self._claimed)
+        self._claimed.add(name)
+        return name
 
-    def _number(self, base_name: str) -> int:
-        self.made[base_name] += 1
-        return self.made[base_name]
+    def find(self, registry: Registry[R], channel_name: str, made: list[int]) -> R | None:
+        """Return the reducer of a channel that other ranks use, because this rank has joined.
 
-    def alive(self) -> list[Exchanger]:
-        """Return the registered reducers that still exist: first those made in this world."""
-        return [one for reference in (*self._references, *self._earlier) if (one := reference()) is not None]
-
-    def find(self, channel_name: str, made: list[int]) -> Exchanger | None:
-        """Return the reducer of the channel.
-
-        If there is none, return an open reducer that has the channel's base name, and no channel yet. If there are several,
-        return the one that was made at the same point as on the rank that uses the channel. Return None if it is unknown,
-        because the ranks have made different numbers of such reducers.
+        If there is none, the channel is given to an open reducer that has the channel's base name, and no channel yet. If
+        there are several, to the one that was made at the same point as on the rank that uses the channel. Return None if
+        it is unknown, because the ranks have made different numbers of such reducers.
 
         Args:
-            made: on the rank that uses the channel, the reducer's number and the number of all reducers of this base name.
+            registry: the reducers of the channel's kind.
+            channel_name: the name of the channel.
+            made: :meth:`Registry.position` of the reducer on the rank that uses the channel.
         """
-        base, alive = channel_name.rpartition(".")[0], self.alive()
+        self._claimed.add(channel_name)
+        base, alive = channel_name.rpartition(".")[0], registry.alive()
         known = [one for one in alive if one.channel_name == channel_name]
         unused = [one for one in alive if not one.channel_name and one.base_name == base and not one.closed]
         if len(unused) > 1:
-            unused = [one for one in unused if [one.made, self.made[base]] == made]
-        return next(iter(known + unused), None)
+            unused = [one for one in unused if registry.position(one) == made]
+        found = next(iter(known + unused), None)
+        if found is not None and not known:
+            found.use_channel(channel_name)
+        return found
 
-    def skip(self, channel_name: str, added: list[str]) -> None:
+    def skip(self, channel_name: str, made: list[int], added: list[str]) -> None:
         """Count an exchange for which the engine has sent zeros, because this rank has joined.
 
         ``added`` is the new value for this channel in :attr:`added`.
         """
-        for reducer in tuple(self.reducers):
-            if reducer.channel_name == channel_name:
-                reducer.abandon_call()
+        reducer = self.find(self.callers, channel_name, made)
+        if reducer is not None:
+            reducer.abandon_call()
         self.added[channel_name] = added
         self.done[channel_name] = self.done.get(channel_name, 0) + 1
         self.unused.add((channel_name, self.done[channel_name]))
 
     def enter_world(self) -> None:
         """Forget the channels and the exchanges of the previous world."""
-        if self.alive():
+        if self.callers.alive() or self.exchangers.alive():
             gc.collect()  # otherwise find() could return the reducer of an optimizer that the script has dropped
-        for each in (self.done, self.dropped, self.unused, self.added, self.made):
+        for each in (self._claimed, self.done, self.dropped, self.unused, self.added):
             each.clear()
-        self._earlier, self._references = [weakref.ref(one) for one in self.alive()], []
-        for one in self.alive():
-            one.exchanges, one.made = 0, self._number(one.base_name)
+        self.callers.enter_world()
+        self.exchangers.enter_world()
+        for one in self.exchangers.alive():
+            one.exchanges = 0
             one.announced.clear()
-        for reducer in tuple(self.reducers):
+        for reducer in (*self.callers.alive(), *self.exchangers.alive()):
             reducer.channel_name = ""
             reducer.begin_world()
 
@@ -172,12 +214,6 @@ class Channels:
         self.gradients: dict[str, tuple[Backend, list[list[int]]]] = {}
         self._memories: list[SharedMemory] = []  # each channel of gradients that uses shared memory adds its own
         self._released: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._claims: Counter[str] = Counter()
-
-    def claim(self, base_name: str) -> int:
-        """Return a new optimizer's number among the optimizers with this base name in the world: 1, 2, …"""
-        self._claims[base_name] += 1
-        return self._claims[base_name]
 
     def with_shared_memory(self, channel: Backend, transport: str, buffers: list[int]) -> Backend:
         """Return ``channel`` with sums through shared memory, if ``transport`` and the ranks' hosts allow it.

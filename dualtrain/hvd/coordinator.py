@@ -255,7 +255,7 @@ class Coordinator:
                 self._send(rank, {"do": "fail", "id": message["id"], "why": problem})
             return
         first = next(iter(calls.values()))
-        facts = {name: first[name] for name in (*EQUAL, "tensors", "added") if name in first}
+        facts = {name: first[name] for name in (*EQUAL, "tensors", "made", "added") if name in first}
         facts |= {"do": "run", "kind": key[1], "name": key[2], "set": key[0], "members": members}
         facts |= {"divisor": self._divisor(members, absent), "new_set": first.get("new_set")}
         if key[1] == "channel":

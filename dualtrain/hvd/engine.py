@@ -152,7 +152,7 @@ class Engine:
             channel, number = request["channel"], request["exchange"]
             if self.exchangers.done.get(channel, 0) >= number:
                 continue  # this rank took part before it joined; a slower rank is still in that step
-            exchanger = begun.get(channel) or self.exchangers.find(channel, request["made"])
+            exchanger = begun.get(channel) or self.exchangers.find(self.exchangers.exchangers, channel, request["made"])
             if exchanger is None:
                 self.end_world(
                     f"join() was called, but there is no optimizer for the gradients {channel!r} of other ranks: make the "
@@ -245,7 +245,7 @@ class Engine:
         if self.joined_ranks:
             exchange, channel = exchanger.exchanges, exchanger.channel_name
             exchanger.announced.add(exchange)
-            made = [exchanger.made, self.exchangers.made[exchanger.base_name]]
+            made = self.exchangers.exchangers.position(exchanger)
             request = {"channel": channel, "exchange": exchange, "made": made, "added": exchanger.added}
             self.send({"kind": "join_with_zeros", **request, "set": exchanger.set_id})
 
@@ -344,7 +344,7 @@ class Engine:
         if pending is not None:
             self._end(message["id"], result)
         elif "added" in message:  # a call of an optimizer, made by the ranks that have not joined
-            self.exchangers.skip(message["name"].removeprefix("gradients."), message["added"])
+            self.exchangers.skip(message["name"].removeprefix("gradients."), message["made"], message["added"])
 
     def _end(self, number: int, result: Any = None, error: HorovodInternalError | None = None) -> None:
         with self._lock:
@@ -368,7 +368,7 @@ class Engine:
     def _do_joined_ranks(self, message: Message) -> None:
         self.joined_ranks = message["ranks"]
         if self.backend.rank not in self.joined_ranks:
-            for exchanger in self.exchangers.alive():
+            for exchanger in self.exchangers.exchangers.alive():
                 if exchanger.needs_zeros:
                     self.announce(exchanger)
 

@@ -159,28 +159,59 @@ def test_optimizers_step_while_a_rank_has_joined(real, divide_by, op, passes, on
     real(optimizers, divide_by, op, passes, on_cpu)
 
 
-def equal_names(backend):
-    """Join on rank 1 without any step. The other ranks step two optimizers of parameters with the same name."""
+def equal_names(backend, ops, backwards):
+    """Join on rank 1 without any step. The other ranks step two optimizers of parameters with the same name.
+
+    Each optimizer steps after two backward passes; ``backwards`` is the order of these passes.
+    """
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
-        p, q = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
-        first, second = (hvd.DistributedOptimizer(torch.optim.SGD([x], 1.0), [("p", x)], op=hvd.Sum) for x in (p, q))
+        params = p, q = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+        first, second = (
+            hvd.DistributedOptimizer(torch.optim.SGD([x], 1.0), [("p", x)], backward_passes_per_step=2, op=getattr(hvd, op))
+            for x, op in zip(params, ops, strict=True)
+        )
+
+        def step(order):
+            for i, name in enumerate(order):
+                (p.sum() if name == "p" else 10 * q.sum()).backward()
+                if name in order[:i]:
+                    optimizer = first if name == "p" else second
+                    optimizer.step()
+                    optimizer.zero_grad()
+
         if me != 1:
-            for x, optimizer in [(q, second), (p, first)]:
-                x.sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
+            step(backwards)
         hvd.join()
         before = p.tolist() + q.tolist()
-        (p.sum() + 10 * q.sum()).backward()
-        first.step()
-        second.step()
-        assert p.tolist() + q.tolist() == [x - size for x in before[:3]] + [x - 10 * size for x in before[3:]]
+        step("pqpq")
+        a, b = (2 * (size if op == "Sum" else 1) for op in ops)
+        assert p.tolist() + q.tolist() == [x - a for x in before[:3]] + [x - 10 * b for x in before[3:]]
+
+
+@pytest.mark.parametrize(
+    ("ops", "backwards"),
+    [(("Sum", "Sum"), "qqpp"), (("Sum", "Sum"), "pqqp"), (("Max", "Max"), "qqpp"), (("Sum", "Max"), "qqpp")],
+)
+@OURS
+def test_a_joined_rank_takes_part_with_the_optimizer_that_the_other_ranks_use(real, ops, backwards):
+    real(equal_names, ops, backwards)
+
+
+def after_a_join(backend):
+    """Join on rank 1 without any step. Then step a new optimizer of parameters with the same name on all ranks."""
+    with library(backend) as hvd:
+        p, q = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+        old = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], op=hvd.Max)
+        train(p, old, 0 if hvd.rank() == 1 else 1)
+        hvd.join()
+        train(q, hvd.DistributedOptimizer(torch.optim.SGD([q], lr=1.0), [("p", q)], op=hvd.Max), 1)
+        assert q.tolist() == [-1.0] * 3
 
 
 @OURS
-def test_a_joined_rank_takes_part_with_the_optimizer_that_the_other_ranks_use(real):
-    real(equal_names)
+def test_a_new_optimizer_steps_after_a_rank_has_joined_without_a_step(real):
+    real(after_a_join)
 
 
 def before_any_step(backend):
