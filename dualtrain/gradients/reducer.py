@@ -284,6 +284,7 @@ class GradientReducer:
             bucket.sum.begin()
 
     def _use_layout(self) -> None:
+        self.backend.check_process()  # before zeros are copied to a bucket, as for gradients in ``_begin_pass``
         self._add_unfrozen()
         if not self._exchange.laid_out:
             self._exchange.leave_layout(cpu_waits=self._scalars is not None)

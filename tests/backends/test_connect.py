@@ -618,8 +618,15 @@ def calls_of_children(backend):
             with pytest.raises(BackendError, match=f"this process was forked from rank {backend.rank}, and cannot use"):
                 call()
 
+    def step_in_child():
+        optimizer.zero_grad()
+        with pytest.raises(BackendError, match="this process was forked"):
+            optimizer.step()  # would send zeros
+
     assert in_child(child) == 0
     ((backend.rank + 1) * p.sum()).backward()
+    assert p.grad.tolist() == [1.5] * 3
+    assert in_child(step_in_child) == 0
     assert p.grad.tolist() == [1.5] * 3
     assert backend.allreduce(torch.ones(2), "sum").tolist() == [2.0] * 2
     optimizer.close()
