@@ -44,7 +44,7 @@ class Calls(Primitives):
         ``call`` must call exactly one method of this backend. The flags are sent in the messages in which the ranks compare
         this call, so they need no exchange of their own.
         """
-        self._queue.drain()  # an earlier asynchronous call must not send the flag
+        self.drain()  # an earlier asynchronous call must not send the flag
         self.flag = flag
         try:
             return call(), self.any_flag

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import dualtrain
-from dualtrain import BackendError, ReduceOp, UserError, connect
+from dualtrain import BackendError, ReduceOp, UserError, connect, functional
 from dualtrain.backends import torch as torch_backend
 from dualtrain.backends.factory import (
     NAMES,
@@ -637,6 +637,28 @@ def test_a_forked_child_cannot_use_the_backend_of_its_parent(pool, name):
     """Otherwise the other ranks would use the child's data in place of its parent's."""
     pool.connect(name, 2)
     pool.run(calls_of_children)
+
+
+def call_of_a_child_with_a_call_in_progress(backend):
+    """Make a call with a gradient in a child of rank 0, when an asynchronous call of rank 0 waits for rank 1."""
+    channel = backend.channel()
+
+    def child():
+        with pytest.raises(BackendError, match="this process was forked from rank 0"):
+            functional.allreduce(torch.ones(2, requires_grad=True), backend)
+
+    if backend.rank == 0:
+        work = backend.allreduce_async(torch.ones(2), "sum")
+        assert in_child(child) == 0
+    channel.barrier()
+    if backend.rank == 1:
+        work = backend.allreduce_async(torch.ones(2), "sum")
+    assert work.wait().tolist() == [2.0] * 2
+
+
+def test_a_forked_child_does_not_wait_for_calls_of_its_parent(pool):
+    pool.connect("torch", 2)
+    pool.run(call_of_a_child_with_a_call_in_progress)
 
 
 def test_the_default_process_group_is_made_only_on_request():
