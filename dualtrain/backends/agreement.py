@@ -70,11 +70,14 @@ class Call:
     ) -> Call:
         return cls(kind, name, dtype, tuple(shape), root, device)
 
-    def describe(self) -> str:
-        """Return text for messages: ``sum of 'loss' (float32, 3×4)``; a device is shown unless it is the CPU."""
+    def describe(self, members: Sequence[int]) -> str:
+        """Return text for messages: ``sum of 'loss' (float32, 3×4)``; a device is shown unless it is the CPU.
+
+        ``members`` are the ranks' numbers in the job.
+        """
         text = self.kind if self.name is None else f"{self.kind} of {self.name!r}"
         if self.root is not None:
-            text += f" from rank {self.root}"
+            text += f" from rank {members[self.root]}"
         details = [str(self.dtype).removeprefix("torch.")] if self.dtype is not None else []
         if self.shape is not None:
             details.append("×".join("any" if n is None else str(n) for n in self.shape) or "scalar")
@@ -116,7 +119,7 @@ def agree(backend: Primitives, call: Call, extent: int = 0, data: Short | None =
         fingerprints = tuple(max(each, ~each) for each in fingerprints)
     if len(set(fingerprints)) == 1:
         return list(extents)
-    text = call.describe() + (f" after {sums} sum{'s' * (sums > 1)} of gradients" if sums else "")
+    text = call.describe(backend.members) + (f" after {sums} sum{'s' * (sums > 1)} of gradients" if sums else "")
     if backend.in_second_thread:
         text += _IN_SECOND_THREAD
     raise BackendError(f"the ranks do not agree on a collective call: {_differences(backend, text)}")

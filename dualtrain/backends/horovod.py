@@ -239,7 +239,7 @@ class HorovodBackend(Backend):
         issue = partial(
             self.library.broadcast_async_, root_rank=global_root, name=self._scope + name, process_set=self._set
         )
-        return self._start(f"broadcast of {name!r} from rank {root}", issue, tensor)
+        return self._start(f"broadcast of {name!r} from rank {self.members[root]}", issue, tensor)
 
     def start_allgather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Work[None]:
         issue = partial(self.library.allgather_async, name=self._scope + name, process_set=self._set)

@@ -313,7 +313,7 @@ class TorchBackend(Backend):
     def start_broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Work[None]:
         options = _async_options(c10d.BroadcastOptions, rootRank=root, rootTensor=0)
         issue = partial(self._group_of(tensor).broadcast, [tensor], options)
-        return self.start(f"broadcast of {name!r} from rank {root}", issue, tensor)
+        return self.start(f"broadcast of {name!r} from rank {self.members[root]}", issue, tensor)
 
     def start_allgather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Work[None]:
         return _Operations(self, self._group_of).start_allgather(output, tensor, name)

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 
 from dualtrain.backends import Backend
+from dualtrain.differences import ranks_in_words
 from dualtrain.errors import DivergedError, UserError
 from dualtrain.optimizer import DistributedOptimizer
 from dualtrain.trainer.objective import Count, Sums, zero_of
@@ -168,7 +169,7 @@ class Passes:
     def _divergence(self) -> str:
         """Name the ranks whose loss is not finite. Collective."""
         flags = self.backend.allgather_object(self._diverged, name="divergence")
-        ranks = [str(rank) for rank, diverged in enumerate(flags) if diverged]
+        ranks = [rank for rank, diverged in zip(self.backend.members, flags, strict=True) if diverged]
         if len(ranks) == self.backend.size > 1:
             return "the loss became infinite or not a number on all ranks"
-        return f"the loss became infinite or not a number on rank{'s' * (len(ranks) > 1)} {', '.join(ranks)}"
+        return f"the loss became infinite or not a number on {ranks_in_words(ranks)}"

@@ -105,7 +105,8 @@ def _far_apart(backend: Backend, parameters: Mapping[str, nn.Parameter]) -> str 
         if not difference <= math.sqrt(epsilon) * norm:  # also if a value is not a number
             parameter = name.removeprefix("the checksum of ")
             mine.append(
-                f"{parameter} on rank {backend.rank} differs from rank 0's by {difference:.2g} (norm on rank 0: {norm:.2g})"
+                f"{parameter} on rank {backend.job_rank} differs from rank {backend.members[0]}'s by {difference:.2g} "
+                f"(norm on rank {backend.members[0]}: {norm:.2g})"
             )
     return next((found[0] for found in backend.allgather_object(mine, name="distant weights") if found), None)
 

@@ -654,6 +654,7 @@ def errors_of_a_group(backend):
 
     calls = [
         lambda: group.barrier("b" if last else "a"),
+        lambda: group.broadcast(torch.ones(1), root=int(last)),
         lambda: group.allgather_object(Unknown() if last else 1),
         lambda: sum(p.sum() for p in params).backward(),
         lambda: on_all_ranks(group, "task", partial(raising, UserError("no file")) if last else int),
@@ -676,13 +677,15 @@ def test_errors_in_a_group_name_its_ranks_by_their_ranks_in_the_job():
     _, first, _, last = run_threads(4, errors_of_a_group)
     beginnings = [
         "the ranks do not agree on a collective call: rank 1: barrier of 'a'; rank 3: barrier of 'b'",
+        "the ranks do not agree on a collective call: rank 1: broadcast from rank 1 (float32, 1); ",
         "rank 3 could not send an object: ",
         "ranks 1 and 3 have the same parameters in different orders",
         "rank 3: no file",
         "a sum failed on rank 1 of ranks 1, 3: late",
     ]
     assert [message[: len(expected)] for message, expected in zip(first, beginnings, strict=True)] == beginnings
-    assert last[4] == "a sum failed on rank 3 of ranks 1, 3: late"
+    assert first[1].endswith("; rank 3: broadcast from rank 3 (float32, 1)")
+    assert last[-1] == "a sum failed on rank 3 of ranks 1, 3: late"
 
 
 # -- objects ------------------------------------------------------------------------------------------------------

@@ -205,6 +205,17 @@ def test_larger_differences_are_refused_with_different_processors_too(different_
     refused(2, lambda backend: evaluate_after_change(backend, lambda model: model.weight.data.mul_(value)), words)
 
 
+def change_in_a_group(backend):
+    group = backend.group([1, 3])
+    if group is not None:
+        with pytest.raises(RanksDifferError, match=r"'weight' on rank 3 differs from rank 1's by \S+ \(norm on rank 1: "):
+            evaluate_after_change(group, lambda model: model.weight.data.mul_(2))
+
+
+def test_differences_in_a_group_name_its_ranks_by_their_ranks_in_the_job(different_processors):
+    run_threads(4, change_in_a_group)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64, torch.int64])
 def test_the_accepted_difference_depends_on_the_dtype(dtype):
     """A difference counts as rounding if the weights agree in half of their digits. Integers are never rounded."""

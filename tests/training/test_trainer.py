@@ -821,6 +821,16 @@ def test_a_loss_that_is_not_finite_is_attributed_to_its_rank(typical):
     assert set(messages) == {"the loss became infinite or not a number on rank 0"}
 
 
+def bad_loss_in_a_group(backend) -> str | None:
+    group = backend.group([1, 3])
+    return None if group is None else bad_loss(group)
+
+
+def test_a_loss_that_is_not_finite_in_a_group_is_attributed_to_its_rank_in_the_job():
+    _, first, _, last = run_threads(4, bad_loss_in_a_group)
+    assert first == last == "the loss became infinite or not a number on rank 1"
+
+
 @pytest.mark.parametrize("graded", [True, False])
 def test_targets_may_be_a_column(graded):
     logits, targets = torch.randn(4, 7), torch.randint(0, 7, (4, 1))
