@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
-from numbers import Integral
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -339,8 +339,10 @@ class Trainer:
                 "step() with the batches of trainer.shards (trainer.split() makes them of a global batch)"
             )
         compare_arguments(self.backend, "fit", {"epochs": epochs})
-        if not isinstance(epochs, Integral):
-            raise ValueError(f"epochs={epochs!r} is not a whole number: give one")
+        try:
+            epochs = index(epochs)  # converts tensors too
+        except TypeError:
+            raise ValueError(f"epochs={epochs!r} is not a whole number: give one") from None
         history: list[dict[str, float]] = []
         had_batches = False
         for _ in range(epochs):

@@ -471,6 +471,7 @@ def test_epochs_and_states_of_other_types_are_refused():
         trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend)
         with pytest.raises(ValueError, match=r"epochs=1\.5 is not a whole number: give one"):
             trainer.fit([data(8)], 1.5)
+        assert len(trainer.fit([data(8)], torch.tensor(2))) == 2
         with pytest.raises(TypeError, match="state is of type NoneType: give what state_dict"):
             trainer.load_state_dict(None)
 
