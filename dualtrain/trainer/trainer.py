@@ -407,8 +407,8 @@ class Trainer:
             if isinstance(batch, tuple | list) and batch:
                 found += f" of {', '.join(type(part).__name__ for part in batch[:3])}"
             raise TypeError(
-                f"a batch must be a pair of tensors, (inputs, targets), not {found}: give the loader a collate_fn "
-                "that makes one"
+                f"a batch must be a pair of tensors, (inputs, targets), not {found}: give a DataLoader whose "
+                "collate_fn makes one"
             )
         inputs, targets = batch
         if not targets.dim():

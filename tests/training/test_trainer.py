@@ -794,7 +794,7 @@ def test_a_batch_that_is_not_a_pair_is_refused():
             ("text", "str"),
             ((), "tuple"),
         ):
-            with pytest.raises(TypeError, match=rf"pair of tensors, \(inputs, targets\), not {found}: give the loader"):
+            with pytest.raises(TypeError, match=rf"pair of tensors, \(inputs, targets\), not {found}: give a DataLoader"):
                 trainer.evaluate([batch])
         for use in (trainer.fit, trainer.evaluate):
             with pytest.raises(TypeError, match="targets of a batch have no dimension: give a DataLoader of the dataset"):
