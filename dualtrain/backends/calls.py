@@ -60,13 +60,18 @@ class Calls(Primitives):
         self.check_process()
         self._queue.drain()
 
+    @property
+    def is_own_process(self) -> bool:
+        """Return whether this process has made the backend, and was not forked from the process that has."""
+        return os.getpid() == self._process
+
     def check_process(self) -> None:
         """Check that this process is the rank's own: the other ranks would take data of a forked child for the rank's.
 
         Raises:
             BackendError: this process was forked from the rank, and the backend has several ranks.
         """
-        if self.size > 1 and os.getpid() != self._process:
+        if self.size > 1 and not self.is_own_process:
             raise BackendError(
                 f"this process was forked from rank {self.job_rank}, and cannot use that rank's backend: make collective "
                 "calls and backward passes in the rank's own process, and none in a data worker, for example"

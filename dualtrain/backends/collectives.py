@@ -194,10 +194,15 @@ class Backend(Reductions, ObjectCalls):
     # -- lifetime -------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for outstanding calls, then leave the world. May be called again. Other ranks need not call it."""
+        """Wait for outstanding calls, then leave the world. May be called again. Other ranks need not call it.
+
+        In a process that was forked from the rank, only later calls in that process fail.
+        """
         if not self._open:
             return
         self._open = False
+        if not self.is_own_process:
+            return  # connections and memory are the rank's, and locks of the rank's threads may never be released here
         for group in reversed(self._groups_made):
             group.close()
         self._queue.close()

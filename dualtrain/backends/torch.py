@@ -459,8 +459,6 @@ class TorchBackend(Backend):
         self._default_group = dist.group.WORLD
 
     def disconnect(self) -> None:
-        if any(process != os.getpid() and group in self._groups for process, group in _IN_USE):
-            return  # a forked child must not end its parent's groups
         if not isinstance(self._channel, Closed):  # it is ``Closed`` if the ranks could not connect
             self._channel.close()
         self._channel = Closed()

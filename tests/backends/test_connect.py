@@ -640,12 +640,13 @@ def test_a_forked_child_cannot_use_the_backend_of_its_parent(pool, name):
 
 
 def call_of_a_child_with_a_call_in_progress(backend):
-    """Make a call with a gradient in a child of rank 0, when an asynchronous call of rank 0 waits for rank 1."""
+    """Make a call and close the backend in a child of rank 0, when an asynchronous call of rank 0 waits for rank 1."""
     channel = backend.channel()
 
     def child():
         with pytest.raises(BackendError, match="this process was forked from rank 0"):
             functional.allreduce(torch.ones(2, requires_grad=True), backend)
+        backend.close()
 
     if backend.rank == 0:
         work = backend.allreduce_async(torch.ones(2), "sum")
@@ -656,8 +657,9 @@ def call_of_a_child_with_a_call_in_progress(backend):
     assert work.wait().tolist() == [2.0] * 2
 
 
-def test_a_forked_child_does_not_wait_for_calls_of_its_parent(pool):
-    pool.connect("torch", 2)
+@pytest.mark.parametrize("name", ["torch", "shm"])
+def test_a_forked_child_does_not_wait_for_calls_of_its_parent(pool, name):
+    pool.connect(name, 2)
     pool.run(call_of_a_child_with_a_call_in_progress)
 
 
