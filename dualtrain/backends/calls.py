@@ -21,6 +21,17 @@ from dualtrain.launchers import World
 
 T = TypeVar("T")
 
+#: How many forks led to this process. Unlike ``os.getpid()``, it needs no system call, which takes time in every step.
+_forks = 0
+
+
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
+
+
+os.register_at_fork(after_in_child=_count_fork)
+
 
 class Calls(Primitives):
     """Primitives, and the order in which this rank makes collective calls.
@@ -35,7 +46,7 @@ class Calls(Primitives):
         self._of_thread = threading.local()  # not the thread's ID, which a later thread may reuse
         self._of_thread.made_backend = True
         self._open = True
-        self._process = os.getpid()
+        self._forks = _forks
 
     @not_compiled
     def with_flag(self, call: Callable[[], T], flag: bool) -> tuple[T, bool]:
@@ -63,7 +74,7 @@ class Calls(Primitives):
     @property
     def is_own_process(self) -> bool:
         """Return whether this process has made the backend, and was not forked from the process that has."""
-        return os.getpid() == self._process
+        return self._forks == _forks
 
     def check_process(self) -> None:
         """Check that this process is the rank's own: the other ranks would take data of a forked child for the rank's.
