@@ -1785,6 +1785,24 @@ CASES = [
             "def once(f):\n    return f if hvd.rank() == 0 else print\n@once\ndef f():\n    torch.save(model, 'x')\nf()",
             "mine = range(hvd.rank(), 9, hvd.size())\nfor n in mine:\n    torch.save(model, f'{n}.pt')",
             "for i, name in enumerate(names[hvd.rank() :: hvd.size()]):\n    torch.save(model, name)",
+            "def mine():\n    return range(hvd.rank(), 9, hvd.size())\nfor n in mine():\n    torch.save(model, f'{n}.pt')",
+            "n = mine(hvd.broadcast_object(parts))\ntorch.save(model, f'{n}.pt')\n"
+            "def mine(parts):\n    return parts[hvd.rank()]",
+            "n = hvd.broadcast_object(parts).get(hvd.rank())\ntorch.save(model, f'{n}.pt')",
+        )
+    ),
+    *(
+        (
+            "saved_by_all_ranks",  # all ranks save after the same epochs
+            f"parser = ArgumentParser('training on GPUs')\nargs = parser.parse_args()\nhvd.init()\n{first}\n"
+            f"for n in {epochs}:\n    torch.save(model, f'{{n}}.pt')  # HERE",
+            "hvd.init()\nfirst = hvd.broadcast_object(x)[hvd.rank()]\n"
+            f"for n in {epochs}:\n    torch.save(model, f'{{n}}.pt')",
+        )
+        for first, epochs in (
+            ("first = int(hvd.broadcast(torch.tensor(0), root_rank=0).item())", "range(first, 9)"),
+            ("first = hvd.broadcast_object(state, root_rank=0)['n']", "tqdm(range(first, args.n), disable=hvd.rank() > 0)"),
+            ("first = args.first", "range(first, config['runtime']['epochs'])"),
         )
     ),
     (

@@ -13,6 +13,7 @@ from dualtrain.horovodize.nodes import (
     argument_at,
     calls_in,
     first_argument,
+    given_values,
     is_bool,
     is_stored,
     keyword,
@@ -42,6 +43,8 @@ _OWN_VALUE = re.compile(
     re.IGNORECASE,
 )
 _BUFFERS = ("io.BytesIO", "io.StringIO")
+#: Collectives whose result is the same on all ranks.
+_SAME_RESULTS = ("allreduce", "allreduce_", "broadcast", "broadcast_", "broadcast_object")
 
 
 def saved_by_all_ranks(source: Source) -> Iterator[Finding]:
@@ -161,7 +164,9 @@ def _depends_on_process(source: Source, file: ast.expr, depth: int = 0) -> bool:
         return True
     if any(_OWN_VALUE.search(last_name(node)) for node in ast.walk(file)):
         return True
-    values = [value for node in ast.walk(file) for value in _origins(source, node)]
+    options = {part.value for part in ast.walk(file) if isinstance(part, ast.Attribute) and _is_option(source, part)}
+    nodes = [node for node in ast.walk(file) if node not in options]
+    values = [value for node in nodes for value in _origins(source, node) if not _is_common(source, value)]
     if any(isinstance(value, ast.Call) and source.name(value.func) in _BUFFERS for value in (file, *values)):
         return True
     own = (source.functions.get(last_name(call.func)) for call in calls_in(file))
@@ -198,7 +203,7 @@ def _is_called(source: Source, node: ast.AST) -> bool:
 def _origins(source: Source, node: ast.AST) -> Iterator[ast.expr]:
     """Yield the expressions that ``node``, a variable or a parameter, may have as its value.
 
-    For the variable of a loop, yield the sequence of its values, or the positional arguments of ``range`` or ``tqdm``.
+    For the variable of a loop, yield what decides its values, such as the start of a ``range``.
     """
     if not isinstance(node, ast.Name | ast.Attribute):
         return
@@ -209,10 +214,38 @@ def _origins(source: Source, node: ast.AST) -> Iterator[ast.expr]:
     for loop in source.around(node, ast.For):
         for variable, values in loop_variables(loop.target, loop.iter):
             if ast.unparse(variable) == text:
-                yield from values.args if isinstance(values, ast.Call) else [values]
+                yield from _deciding(source, values)
     scope = source.scope(node)
     if isinstance(node, ast.Name) and isinstance(scope, Function) and text in source.parameters(node):
         yield from (value for call in calls_of(source, scope) for value in arguments(source, scope, call, text))
+
+
+def _deciding(source: Source, values: ast.expr) -> Iterator[ast.expr]:
+    """Yield the parts of ``values``, the sequence of a loop, that may decide which values a rank's loop has.
+
+    The end of a ``range`` is left out: ranges with the same start have common values. So are arguments such as ``disable``
+    of ``tqdm(range(9), disable=hvd.rank() > 0)``.
+    """
+    if not isinstance(values, ast.Call) or last_name(values.func) in source.functions:
+        yield values
+    elif last_name(values.func) in ("range", "trange"):
+        yield from values.args[:-1][:1]
+    else:
+        for one in values.args:
+            yield from _deciding(source, one)
+
+
+def _is_common(source: Source, value: ast.expr) -> bool:
+    """Return whether all ranks certainly have the same ``value``, as in ``int(hvd.broadcast(x, root_rank=0).item())``."""
+    while True:
+        if isinstance(value, ast.Attribute) or (isinstance(value, ast.Subscript) and isinstance(value.slice, ast.Constant)):
+            value = value.value
+        elif isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and not given_values(value):
+            value = value.func
+        elif isinstance(value, ast.Call) and ast.unparse(value.func) == "int" and value.args:
+            value = value.args[0]
+        else:
+            return isinstance(value, ast.Call) and source.hvd(value.func) in _SAME_RESULTS
 
 
 def _may_run_on_some_ranks(source: Source, guards: Guards, node: ast.AST, depth: int = 0) -> bool:
