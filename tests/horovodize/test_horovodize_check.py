@@ -1663,6 +1663,13 @@ CASES = [
         )
     ),
     (
+        "loaded_on_some_ranks",  # a sum of gradients sends no state
+        WRAP + "if hvd.rank() == 0:\n    model.load_state_dict(x)  # HERE\nloss.backward()\n"
+        "for p in model.parameters():\n    hvd.allreduce_(p.grad)",
+        WRAP + "if hvd.rank() == 0:\n    model.load_state_dict(x)\nloss.backward()\n"
+        "for p in model.parameters():\n    hvd.allreduce_(p.data)",
+    ),
+    (
         "loaded_on_some_ranks",  # a helper function loads the state
         WRAP + "def load(net, path):\n    state = read(path)\n    net.load_state_dict(state)  # HERE\n"
         "if hvd.rank() == 0:\n    load(model, 'x')\nloss.backward()",

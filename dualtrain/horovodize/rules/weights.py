@@ -124,9 +124,11 @@ _SUMS = ("allreduce_", "allreduce_async_", "grouped_allreduce_", "grouped_allred
 
 
 def _is_in_loop_over(source: Source, call: ast.Call, model: str) -> bool:
-    """Return whether ``call`` is in a loop over parts of ``model``, or its arguments contain them."""
-    values = [*given_values(call), *(loop.iter for loop in source.around(call, ast.For))]
-    return any(model in names_in(value) for value in values)
+    """Return whether ``call`` is in a loop over parts of ``model``, or its arguments contain them, but no gradients."""
+    given = given_values(call)
+    if any(last_name(part) == "grad" for value in given for part in ast.walk(value)):
+        return False
+    return any(model in names_in(value) for value in (*given, *(loop.iter for loop in source.around(call, ast.For))))
 
 
 def _is_sent_later(source: Source, load: ast.Call, text: str, sender: str) -> bool:
