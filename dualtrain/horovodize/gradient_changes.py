@@ -23,14 +23,16 @@ _METADATA = re.compile(r"(device|dim|dtype|is_\w+|layout|ndim|new_\w+|numel|shap
 def is_change(source: Source, node: ast.AST) -> bool:
     """Return whether ``node`` changes the gradient ``p.grad`` of a parameter, and calls no function that may average it.
 
-    ``node`` may be a call such as ``p.grad.mul_(2)``, ``torch.clamp_(p.grad, -1, 1)`` or ``torch.clamp(x, out=p.grad)``; an
-    augmented assignment, such as ``p.grad *= 2``; or an assignment whose value uses the old gradient.
+    ``node`` may be a call such as ``p.grad.mul_(2)`` or ``torch.clamp_(p.grad, -1, 1)``; an augmented assignment, such as
+    ``p.grad *= 2``; or an assignment, or a call with ``out=p.grad``, that uses the old gradient.
     """
     if isinstance(node, ast.Call):
-        changed = [keyword(node, "out")]
+        changed, out = list[ast.AST](), keyword(node, "out")
         if isinstance(node.func, ast.Attribute) and node.func.attr in _METHODS:
-            changed += node.args[:1] if source.name(node.func).startswith("torch.") else [node.func.value]
-        changes = any(one is not None and _is_gradient(source, one) for one in changed)
+            changed = [*node.args[:1]] if source.name(node.func).startswith("torch.") else [node.func.value]
+        elif out is not None and _is_gradient(source, out):
+            changed = [part for value in node.args for part in ast.walk(value)]
+        changes = any(_is_gradient(source, one) for one in changed)
     elif isinstance(node, ast.AugAssign):
         changes = _is_gradient(source, node.target)
     elif isinstance(node, ast.Assign) and any(_is_gradient(source, target) for target in node.targets):

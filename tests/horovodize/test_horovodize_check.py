@@ -1338,6 +1338,7 @@ CASES = [
             ("p.data += p.grad.data.norm()", "p.data += noise.to(p.grad.data.device)", ""),
             ("p.data.copy_(p.data - 0.1 * p.grad)", "p.data.copy_(mean[p])", ""),
             ("p.data.addcdiv_(p.grad, root, value=-0.1)", "p.data.addcdiv_(momentum, root, value=-0.1)", ""),
+            ("torch.mul(p.grad.data, 2, out=p.grad)", "torch.mul(mean[p], 2, out=p.grad)", ""),
         )
     ),
     *(
