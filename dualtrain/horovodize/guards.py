@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
-from dualtrain.horovodize.nodes import arms, last_name, names_in, names_of_target
+from dualtrain.horovodize.nodes import last_name, names_in
+from dualtrain.horovodize.rank_kinds import RankKinds
 from dualtrain.horovodize.source import Function, Source
 
-RANKS = ("rank", "local_rank", "cross_rank")
-_KINDS = (*RANKS, "size")
 _HOROVOD = re.compile(r"horovod|hvd", re.IGNORECASE)
 _NO_HOROVOD = re.compile(r"(^|[._])(no|not|disable|without|skip)_?(horovod|hvd)", re.IGNORECASE)
 #: Names that scripts use for conditions that are true on one rank.
@@ -25,8 +24,6 @@ _SEVERAL: dict[tuple[type[ast.cmpop], Any], bool] = {
     (ast.Eq, 1): False,
     (ast.LtE, 1): False,
 }
-#: Comparisons of a rank with a constant that separate rank 0 from all other ranks.
-_FIRST_RANK = {(ast.Lt, "1"), (ast.LtE, "0"), (ast.Gt, "0"), (ast.GtE, "1")}
 _EXITS = ("sys.exit", "os._exit", "exit", "quit")
 _LOOPS = ast.While | ast.For | ast.AsyncFor
 #: Nodes whose parts may be skipped or repeated, besides ``if`` statements.
@@ -38,111 +35,16 @@ class Guards:
 
     def __init__(self, source: Source) -> None:
         self.source = source
+        self.kinds = RankKinds.of(source)
         self._conditions_of: dict[ast.stmt, list[tuple[ast.expr, bool]]] = {}
-        #: The kind of each variable, by its text, and of each function's result or, if the result is a tuple, its elements.
-        self._kinds: dict[str | tuple[Function, int | None], str] = {}
         #: Results of :meth:`names_one_rank`.
         self._one_rank: dict[tuple[ast.expr, int], bool] = {}
-        self._comparisons = {target: value for target, value, _ in source.assignments if self._rank_constant(value)}
+        self._comparisons = {target: value for target, value, _ in source.assignments if self.kinds.separated_rank(value)}
 
     @classmethod
     def of(cls, source: Source) -> Guards:
         """Return the guards of ``source``. They are computed once, because all rules need them."""
         return source.once(cls)
-
-    def rank(self, value: ast.expr) -> str:
-        """Return the kind of rank that ``value`` is (``rank``, ``local_rank``, ``cross_rank``), or an empty string."""
-        kind = self.kind(value)
-        return kind if kind in RANKS else ""
-
-    def kind(self, value: ast.expr, position: int | None = None) -> str:
-        """Return which of ``_KINDS`` the ``value`` is, or its element at ``position``; return "" for other values."""
-        if isinstance(value, ast.IfExp):  # hvd.rank() if args.horovod else 0
-            return _only(self.kind(arm, position) for arm in arms(value) if not _is_constant(arm))
-        if isinstance(value, ast.Tuple) and position is not None:
-            return self.kind(value.elts[position]) if position < len(value.elts) else ""
-        if isinstance(value, ast.Call):
-            name = self.source.hvd(value.func)
-            return (name if name in _KINDS and position is None else "") or self._kind_of_result(value.func, position)
-        if isinstance(value, ast.Name | ast.Attribute) and position is None:
-            text = ast.unparse(value)
-            if text not in self._kinds:
-                self._kinds[text] = ""  # for a variable that is assigned to itself
-                self._kinds[text] = self._kind_of_variable(text)
-            return self._kinds[text]
-        return ""
-
-    def _kind_of_variable(self, text: str) -> str:
-        """Return which of ``_KINDS`` is assigned to a variable; "" if several are, or none.
-
-        An element such as ``setup["rank"]`` counts as a rank. A copy of another variable counts only if the copy is an
-        attribute, or if its name contains "rank".
-        """
-        kinds = set()
-        for value, position in self._values.get(text, ()):
-            if isinstance(value, ast.Subscript):
-                key = str(value.slice.value) if isinstance(value.slice, ast.Constant) else ""
-                kinds.add(key if key in RANKS else "")
-            elif not isinstance(value, ast.Name | ast.Attribute) or "." in text or "rank" in text.lower():
-                kinds.add(self.kind(value, position))
-        return _only(kinds - {""})
-
-    @cached_property
-    def _values(self) -> dict[str, list[tuple[ast.expr, int | None]]]:
-        """Map of each variable to its values: (value, position in the value if it is a tuple)."""
-        found: dict[str, list[tuple[ast.expr, int | None]]] = {}
-        for target, value, _ in self.source.assignments:
-            names = names_of_target(target)
-            for position, name in enumerate(names):
-                found.setdefault(name, []).append((value, None if name == target else position))
-        return found
-
-    def _kind_of_result(self, called: ast.expr, position: int | None) -> str:
-        """Return which of ``_KINDS`` a function of the program returns. Constants and ranks of torch do not count."""
-        found = self.function(called)
-        if found is None:
-            return ""
-        guards, function = found
-        if (function, position) not in guards._kinds:
-            guards._kinds[function, position] = ""  # for recursive calls
-            ends = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
-            results = [arm for end in ends for arm in arms(end)]
-            if position is not None:
-                tuples = (each.elts for each in results if isinstance(each, ast.Tuple))
-                parts = [elements[position] for elements in tuples if position < len(elements)]
-                results = parts if len(parts) == len(results) else []
-            own = [each for each in results if not _is_constant(each) and not guards._is_of_torch(each)]
-            guards._kinds[function, position] = _only(map(guards.kind, own))
-        return guards._kinds[function, position]
-
-    def _is_of_torch(self, value: ast.expr) -> bool:
-        return isinstance(value, ast.Call) and self.source.name(value.func).startswith("torch.distributed.")
-
-    def function(self, called: ast.expr) -> tuple[Guards, Function] | None:
-        """Return the function of the program that ``called`` names, with the guards of its file; None if it is unknown.
-
-        Leave out methods. A function of another file counts if only one file defines it, and if its name, or the name of a
-        module, is imported.
-        """
-        name = last_name(called)
-        if isinstance(called, ast.Name) and name in self.source.functions:
-            return None if self.source.is_ambiguous(name) else (self, self.source.functions[name])
-        root = called.value if isinstance(called, ast.Attribute) else called
-        imported = self._imported
-        if not isinstance(root, ast.Name) or not {root.id, "*"} & imported.keys() or root.id in self.source.values:
-            return None
-        if self.source.name(called).startswith(("torch.", "horovod.", "numpy.", "tensorflow.")):
-            return None
-        name = imported.get(name, name) if root is called else name
-        files = [file for file in self.source.files if file is not self.source and name in file.functions]
-        known = len(files) == 1 and not files[0].is_ambiguous(name)
-        return (Guards.of(files[0]), files[0].functions[name]) if known else None
-
-    @cached_property
-    def _imported(self) -> dict[str, str]:
-        """Map of each name that an import statement binds to the name in the imported module."""
-        imports = (node for node in self.source.nodes if isinstance(node, ast.Import | ast.ImportFrom))
-        return {alias.asname or alias.name.partition(".")[0]: alias.name for node in imports for alias in node.names}
 
     def is_in_same_rank_branch(self, node: ast.AST, other: ast.AST) -> bool:
         """Return whether both nodes are in the same branch of a condition on the rank, and so run on the same ranks."""
@@ -175,11 +77,11 @@ class Guards:
             test = self._comparisons.get(text, test)
             if len(values) == 1 and isinstance(values[0], ast.UnaryOp | ast.IfExp | ast.Name | ast.BoolOp | ast.Call):
                 return self.signature(values[0], depth + 1)
-        if isinstance(test, ast.Compare) and (rank := self._rank_constant(test)):
+        if isinstance(test, ast.Compare) and (rank := self.kinds.separated_rank(test)):
             holds = isinstance(test.ops[0], ast.Eq | ast.Is | ast.In | ast.Lt | ast.LtE)
-            return holds, f"{self.rank(test.left)} == {rank}"
-        if self.rank(test):
-            return False, f"{self.rank(test)} == 0"
+            return holds, f"{self.kinds.rank(test.left)} == {rank}"
+        if self.kinds.rank(test):
+            return False, f"{self.kinds.rank(test)} == 0"
         guards, returned = self._returned_test(test) or (self, None)
         return guards.signature(returned, depth + 1) if returned is not None else None
 
@@ -207,7 +109,8 @@ class Guards:
     def _tested_function(self, value: ast.expr, called: ast.expr) -> tuple[Guards, Function] | None:
         function = self.source.functions.get(last_name(called))
         if function is None:
-            return self.function(called) if isinstance(value, ast.Call) else None
+            found = self.kinds.function(called) if isinstance(value, ast.Call) else None
+            return found and (Guards.of(found[0].source), found[1])
         if not self.source.is_only(function.name) or not isinstance(called, ast.Name | ast.Attribute):
             return None
         is_property = any(last_name(each) in ("property", "cached_property") for each in function.decorator_list)
@@ -223,27 +126,6 @@ class Guards:
         if ast.unparse(attribute) in self.source.values:
             return False
         return ast.unparse(attribute.value) in ("self", "cls") or self.source.is_instance(attribute.value, cls)
-
-    def _rank_constant(self, test: ast.expr) -> str:
-        """Return the one rank that ``test`` separates from all other ranks; "" if there is none.
-
-        For example, return "0" for ``rank not in (-1, 0)``, and for ``rank < 1``.
-        """
-        if not isinstance(test, ast.Compare) or not self.rank(test.left):
-            return ""
-        constants = map(ast.unparse, self._constants(test.comparators[0]))
-        ranks = [text for text in constants if text != "-1"]  # -1 is for runs without Horovod
-        if len(ranks) != 1:
-            return ""
-        if isinstance(test.ops[0], ast.Eq | ast.NotEq | ast.Is | ast.IsNot | ast.In | ast.NotIn):
-            return ranks[0]
-        return "0" if (type(test.ops[0]), ranks[0]) in _FIRST_RANK else ""
-
-    def _constants(self, value: ast.expr) -> list[ast.expr]:
-        """Return the integer constants in ``value``: a list, a tuple, a set, one constant, or a variable with one value."""
-        parts = value.elts if isinstance(value, ast.List | ast.Tuple | ast.Set) else [value]
-        known = [self.source.constant(part) or part if isinstance(part, ast.Name) else part for part in parts]
-        return [part for part in known if re.fullmatch(r"-?\d+", ast.unparse(part))]
 
     def is_on_some_ranks(self, node: ast.AST) -> bool:
         """Return whether ``node`` runs on one rank only, or on all except one, because of a condition in its function."""
@@ -408,7 +290,7 @@ class Guards:
         """Return the value of ``test`` when Horovod is used with several ranks; None if unknown."""
         if isinstance(test, ast.Compare) and len(test.ops) == 1:
             return self._compared(test.left, test.ops[0], test.comparators[0])
-        if self.rank(test) or not isinstance(test, ast.Name | ast.Attribute | ast.Call | ast.Subscript):
+        if self.kinds.rank(test) or not isinstance(test, ast.Name | ast.Attribute | ast.Call | ast.Subscript):
             return None
         text = ast.unparse(test)
         if text in self._around_wraps:
@@ -441,7 +323,7 @@ class Guards:
         """Return the value of a comparison when Horovod is used with several ranks; None if unknown."""
         if not isinstance(right, ast.Constant):
             return None
-        if self.is_size(left):
+        if self.kinds.is_size(left):
             return _SEVERAL.get((type(op), right.value))
         same = isinstance(op, ast.Eq | ast.Is)
         if not same and not isinstance(op, ast.NotEq | ast.IsNot):
@@ -456,11 +338,6 @@ class Guards:
             return same if right.value else not same
         return None
 
-    def is_size(self, value: ast.expr) -> bool:
-        """Return whether ``value`` is the number of ranks, or a variable that may hold it."""
-        calls = (given for given in self.source.possible_values(value) if isinstance(given, ast.Call))
-        return any(self.source.hvd(call.func) == "size" for call in calls) or self.kind(value) == "size"
-
     @cached_property
     def _around_wraps(self) -> set[str]:
         """Conditions under which the script calls ``init`` or wraps an optimizer; if one is false, Horovod is not used."""
@@ -474,16 +351,6 @@ class Guards:
                         found.add(ast.unparse(above.test))
                 below = above
         return found
-
-
-def _is_constant(value: ast.expr) -> bool:
-    return isinstance(value.operand if isinstance(value, ast.UnaryOp) else value, ast.Constant)
-
-
-def _only(kinds: Iterable[str]) -> str:
-    """Return the only one of ``kinds``; "" if there are several, or none."""
-    found = set(kinds)
-    return found.pop() if len(found) == 1 else ""
 
 
 def _lines(statement: ast.stmt) -> range:

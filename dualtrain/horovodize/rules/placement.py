@@ -22,7 +22,7 @@ def gpu_by_rank(source: Source) -> Iterator[Finding]:
     """A GPU chosen by rank() in place of local_rank()."""
     guards, numbers = Guards.of(source), list(_gpu_numbers(source))
     for used in numbers:
-        if guards.rank(used) != "rank" or _is_logged(source, used):
+        if guards.kinds.rank(used) != "rank" or _is_logged(source, used):
             continue
         call = used if isinstance(used, ast.Call) else None
         spelled = f"{ast.unparse(call.func)[: -len('rank')]}local_rank" if call else source.spell("local_rank", used)

@@ -252,7 +252,7 @@ class Collectives:
         name, called = self.source.hvd(call.func), last_name(call.func)
         if name in COLLECTIVES - {"shutdown"}:  # shutdown on one rank ends Horovod on all ranks
             return name if keyword(call, "process_set") is None else ""
-        _, function = self.guards.function(call.func) or (self.guards, called_function(self.source, call))
+        _, function = self.guards.kinds.function(call.func) or (None, called_function(self.source, call))
         if function in self.own:
             return called
         if isinstance(call.func, ast.Attribute) and called in _OF_STATE and self._is_state(call.func.value):

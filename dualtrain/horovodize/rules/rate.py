@@ -280,7 +280,7 @@ class _Powers:
         return max((self.of(end, bound, depth + 1) for end in self._ends[name]), default=0.0)
 
     def _is_size(self, value: ast.expr, position: int | None = None) -> bool:
-        return "size" in self._sizes and Guards.of(self.source).kind(value, position) == "size"
+        return "size" in self._sizes and Guards.of(self.source).kinds.kind(value, position) == "size"
 
     def _of_operation(self, value: ast.BinOp, given: Mapping[str, float] | None, depth: int) -> float:
         left, right = self.of(value.left, given, depth), self.of(value.right, given, depth)

@@ -87,7 +87,7 @@ def sampler_by_local_rank(source: Source) -> Iterator[Finding]:
             value = argument_at(call, position, argument)
             if value is None:
                 continue
-            name = source.hvd(value.func) if isinstance(value, ast.Call) else guards.rank(value)
+            name = source.hvd(value.func) if isinstance(value, ast.Call) else guards.kinds.rank(value)
             if name == f"local_{right}" and not _counts_ranks_of_host(source, call):
                 wrong = f"local_{right}(), so all hosts"
             elif (

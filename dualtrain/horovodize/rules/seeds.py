@@ -91,7 +91,7 @@ def seeds_ranks_alike(source: Source) -> bool:
     """Return whether the script may seed torch's default generator with a seed that does not contain the rank."""
     guards = Guards.of(source)
     calls = [call for call in source.calls if last_name(call.func) in ("manual_seed", "manual_seed_all") and call.args]
-    ranked = [call.func for call in calls if any(guards.rank(part) for part in _expressions(call.args[0]))]
+    ranked = [call.func for call in calls if any(guards.kinds.rank(part) for part in _expressions(call.args[0]))]
     return _seeds_by_name(source) or any(node not in ranked for node in _manual_seed_uses(source))
 
 
@@ -171,7 +171,7 @@ def _depends_on_rank(source: Source, guards: Guards, value: ast.expr, depth: int
     nodes = [node for node in ast.walk(value) if isinstance(node, ast.expr)]
     if any(isinstance(node, ast.Call) and _OF_PROCESS.search(ast.unparse(node.func)) for node in nodes):
         return True
-    if "rank" in ast.unparse(value).lower() or any(guards.rank(node) for node in nodes):
+    if "rank" in ast.unparse(value).lower() or any(guards.kinds.rank(node) for node in nodes):
         return True
     if isinstance(value, ast.Name) and value.id in source.parameters(value):
         if depth > 2:  # a long chain of calls, or a method that passes the seed to a method of the same name

@@ -78,7 +78,7 @@ def _is_split_by_rank(source: Source, name: str, shuffle: ast.Call) -> bool:
     for node in later:
         if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice) and ast.unparse(node.value) in names:
             bounds = [part for part in ast.walk(node.slice) if isinstance(part, ast.expr)]
-            if any(guards.rank(part) or ast.unparse(part) in ("rank", "self.rank", "args.rank") for part in bounds):
+            if any(guards.kinds.rank(part) or ast.unparse(part) in ("rank", "self.rank", "args.rank") for part in bounds):
                 return True
     return False
 
@@ -90,7 +90,7 @@ def shard_by_local_rank(source: Source) -> Iterator[Finding]:
         return
     for node in source.nodes:
         pair = _shard(source, node)
-        if pair is None or guards.rank(pair[0]) != "local_rank" or not guards.is_size(pair[1]):
+        if pair is None or guards.kinds.rank(pair[0]) != "local_rank" or not guards.kinds.is_size(pair[1]):
             continue
         once = not isinstance(node, ast.Slice) or node.step is not None  # the end of a block contains the rank, too
         spelled = source.spell("rank", pair[0]) if isinstance(pair[0], ast.Call) and once else ""
@@ -103,12 +103,12 @@ def _block(source: Source, start: ast.BinOp) -> tuple[ast.expr, ast.expr] | None
     """Return the rank and the number of ranks if ``start`` is ``rank * n``, and ``n`` is divided by this number."""
     guards = Guards.of(source)
     for index, length in ((start.left, start.right), (start.right, start.left)):
-        for value in source.possible_values(length) if guards.rank(index) else ():
+        for value in source.possible_values(length) if guards.kinds.rank(index) else ():
             for part in ast.walk(value):
                 if (
                     isinstance(part, ast.BinOp)
                     and isinstance(part.op, ast.Div | ast.FloorDiv)
-                    and guards.is_size(part.right)
+                    and guards.kinds.is_size(part.right)
                 ):
                     return index, part.right
     return None
