@@ -14,8 +14,10 @@ from dualtrain.horovodize.source import Function, Source
 
 _HOROVOD = re.compile(r"horovod|hvd", re.IGNORECASE)
 _NO_HOROVOD = re.compile(r"(^|[._])(no|not|disable|without|skip)_?(horovod|hvd)", re.IGNORECASE)
-#: Names that scripts use for conditions that are true on one rank.
-_ONE_RANK = re.compile(r"rank|master|main_?proc|is_?main|chief|primary|leader|is_?root|verbose|coordinator", re.IGNORECASE)
+#: Names that scripts use for conditions that are true on one rank, but not ``root_rank=0``, an argument of broadcasts.
+_ONE_RANK = re.compile(
+    r"(?<!root_)rank|rank(?!=)|master|main_?proc|is_?main|chief|primary|leader|is_?root|verbose|coordinator", re.IGNORECASE
+)
 #: Comparisons of the number of ranks with a constant, and their values if there are several ranks.
 _SEVERAL: dict[tuple[type[ast.cmpop], Any], bool] = {
     (ast.Gt, 1): True,

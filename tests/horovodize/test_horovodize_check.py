@@ -1814,6 +1814,12 @@ CASES = [
         )
     ),
     (
+        "saved_by_all_ranks",  # all ranks have the value of a broadcast
+        "hvd.init()\nfirst = hvd.broadcast(x, root_rank=0)\ndef save(n):\n    if n > 0:\n"
+        "        torch.save(model, 'x')  # HERE\nsave(first)",
+        SAVES + "first = hvd.broadcast(x, root_rank=0)\nsave(root_rank == first)",
+    ),
+    (
         "optimizer_state",  # a constant in a with statement
         "with f:\n    d = 1\n    o = torch.optim.Adam(p, weight_decay=d)\n    hvd.broadcast_optimizer_state(o, 0)  # HERE",
         "with log:\n    d = 0\n    o = torch.optim.SGD(p, 1, weight_decay=d)\n    hvd.broadcast_optimizer_state(o, 0)",
