@@ -14,7 +14,7 @@ import torch
 
 from dualtrain.backends import Backend
 from dualtrain.backends.sum_order import SumOrder
-from dualtrain.errors import BackendError
+from dualtrain.errors import BackendError, first_line
 from dualtrain.gradients.buckets import Bucket, make_buckets
 from dualtrain.gradients.hooks import ParameterHooks, reducers_of
 from dualtrain.gradients.layout import AVERAGE, Transfer
@@ -64,7 +64,8 @@ class Exchange:
         self._hooks = hooks
         self._backend: Backend | None = None
         self._finished = (0, 0)  # a round, and how many of its buckets have finished
-        self._failure = ""  # the message of a failed exchange; the error itself would keep the caller's variables alive
+        #: The message of the first error of a failed exchange; the error itself would keep the caller's variables alive.
+        self._failure = ""
         self._used = self.extra[:0]  # how many ranks used each parameter; sent behind the extra scalars and the flag
         self._results: list[tuple[torch.Tensor, int]] = []  # the gradients' buffers, and their versions after a round
 
@@ -136,6 +137,7 @@ class Exchange:
         if self._backend is None:
             return
         self._refuse_after_interrupt()
+        self.refuse_after_failure()
         self._leave_moved_memory()
         try:
             self.refusals.leave_layout(self._backend, self.schedule.buckets, self.schedule.next, cpu_waits)
@@ -167,14 +169,21 @@ class Exchange:
             self._leave_moved_memory()
         self._refuse_after_interrupt()
         bucket = schedule.take_next()
-        bucket.pack()
-        bucket.find_stepped(schedule.round)
-        if not schedule.has_unsent:
-            self._load_extra(scalars)
-            self.refusals.load(schedule.buckets)
-        self._backend.drain()
-        bucket.start()
+        try:
+            bucket.pack()
+            bucket.find_stepped(schedule.round)
+            if not schedule.has_unsent:
+                self._load_extra(scalars)
+                self.refusals.load(schedule.buckets)
+            self._backend.drain()
+            bucket.start()
+        except Exception as error:
+            self._record_failure(error)
+            raise
         return bucket
+
+    def _record_failure(self, error: Exception) -> None:
+        self._failure = self._failure or first_line(error)
 
     def _refuse_after_interrupt(self) -> None:
         """Raise BackendError if an exception such as KeyboardInterrupt has stopped the call that was to send a bucket.
@@ -228,10 +237,12 @@ class Exchange:
             # An interrupt such as Ctrl-C may stop this wait, and the caller may repeat it.
             finished = self._finished[1] if self._finished[0] == self.schedule.round else 0
             for number, bucket in enumerate(self.schedule.buckets[finished:], finished + 1):
+                if bucket.work is None:
+                    self.refuse_after_failure()
                 bucket.finish()
                 self._finished = self.schedule.round, number
         except Exception as error:
-            self._failure = str(error)
+            self._record_failure(error)
             self._drop_gradients()
             if isinstance(error, BackendError):
                 self._backend.abandon(error)  # other ranks may still complete these sums: refuse this rank's later calls
@@ -344,9 +355,13 @@ class Exchange:
     def refuse_change(self, slot: Slot) -> None:
         """Raise BackendError if the gradient of ``slot``, which is ready again in this round, was sent already."""
         if slot.bucket is not None and slot.bucket.work is not None:
-            if self._failure:
-                raise BackendError(f"an earlier exchange of gradients failed: {self._failure}")
+            self.refuse_after_failure()
             raise BackendError(
                 f"the gradient of {slot.name!r} changed after it was sent, in the same backward pass: this is what "
                 "reentrant checkpointing does to a parameter used twice; pass use_reentrant=False to torch.utils.checkpoint"
             )
+
+    def refuse_after_failure(self) -> None:
+        """Raise BackendError if an earlier exchange failed. An exchange that an interrupt has stopped may continue."""
+        if self._failure:
+            raise BackendError(f"an earlier exchange of gradients failed: {self._failure}")

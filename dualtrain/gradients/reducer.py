@@ -425,6 +425,7 @@ class GradientReducer:
     def _forget_failed_pass(self) -> None:
         if self._exchange.schedule.next:
             self._refused_pass = True
+            self._exchange.refuse_after_failure()
             raise BackendError(
                 f"an earlier backward pass failed on rank {self.backend.job_rank}, after some of its gradients had "
                 "been sent: call synchronize() on the ranks where it failed, to end the exchange, and drop these gradients "

@@ -1095,6 +1095,42 @@ def test_no_bucket_is_sent_after_one_that_was_interrupted(adds):
     run_threads(2, interrupted_send, adds)
 
 
+def fails_to_send(backend, method):
+    """Let ``method`` of a bucket fail on rank 0: each later step must raise the first error again."""
+
+    def fail():
+        raise MemoryError("no memory for the bucket")
+
+    def backward():
+        vector_loss(model, backend.rank).backward()
+
+    model = perceptron()
+    with small_buckets((1, 1)):
+        optimizer = sgd(model, backend)
+        backward()
+        optimizer.zero_grad()
+        if backend.rank:
+            with pytest.raises(PeerFailedError, match="rank 0 has left the job"):
+                backward()
+            return
+        setattr(optimizer.reducer.buckets[1], method, fail)
+        with pytest.raises(MemoryError):
+            backward()
+        for again in (backward, optimizer.synchronize, optimizer.step) * 2:
+            with pytest.raises(BackendError, match=r"^an earlier exchange of gradients failed: no memory for the bucket$"):
+                again()
+            optimizer.zero_grad()
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        for again in (backward, optimizer.synchronize):
+            with pytest.raises(BackendError, match=r"^an earlier exchange of gradients failed: no memory for the bucket$"):
+                again()
+
+
+@pytest.mark.parametrize("method", ["pack", "start"])
+def test_steps_after_a_bucket_that_could_not_be_sent_name_its_error(method):
+    run_threads(2, fails_to_send, method)
+
+
 # -- lifetime -----------------------------------------------------------------------------------------------------
 
 
