@@ -269,7 +269,9 @@ def _on_parameter(owner: nn.Module, key: str, new: Any) -> None:
 
 def _on_module(owner: nn.Module, key: str, new: Any) -> None:
     # Private in torch 2.5 to 2.15, as ``_parameters`` is. In a ScriptModule, ``_modules`` has no method ``get``.
-    if key not in owner._modules:
+    # torch.compile cannot trace this function for the module that it makes itself when it compiles a backward. The name
+    # ``_orig_mod`` is private in torch 2.5 to 2.15.
+    if (key == "_orig_mod" and torch.compiler.is_dynamo_compiling()) or key not in owner._modules:
         return
     old = owner._modules[key]
     if old is not None and new is not old:  # report None too: a new module may replace it later

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import io
 import itertools
 import pickle
@@ -713,4 +714,24 @@ def test_a_compiled_step_with_collectives_gives_the_result_of_a_plain_one():
                 return backend.allreduce(loss.detach())
 
             found.append([step(vectors(key)) for key in range(3)] + list(model.parameters()))
+    torch.testing.assert_close(*found, **EXACT)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_a_step_whose_backward_is_compiled_gives_the_result_of_a_plain_one():
+    found = []
+    for wrapper in (lambda function: function, partial(torch.compile, backend="eager")):
+        with connect("local") as backend, importlib.import_module("torch._dynamo").config.patch(compiled_autograd=True):
+            model = perceptron()
+            optimizer = sgd(model, backend)
+
+            @wrapper
+            def step(x, model=model):
+                (model(x) - 1).pow(2).mean().backward()
+
+            for key in range(2):
+                optimizer.zero_grad()
+                step(vectors(key))
+                optimizer.step()
+            found.append(list(model.parameters()))
     torch.testing.assert_close(*found, **EXACT)
