@@ -96,8 +96,7 @@ class Registry(Generic[R]):
     """
 
     def __init__(self) -> None:
-        self._references: list[weakref.ref[R]] = []  # made in this world, in the order of their registration
-        self._earlier: list[weakref.ref[R]] = []  # made in earlier worlds
+        self._references: list[weakref.ref[R]] = []  # in the order of their registration
         #: Base name → number of reducers that were made, or that existed at the start of this world.
         self._made: Counter[str] = Counter()
 
@@ -116,12 +115,11 @@ class Registry(Generic[R]):
         return [reducer.made, self._made[reducer.base_name]]
 
     def alive(self) -> list[R]:
-        """Return the registered reducers that still exist: first those made in this world."""
-        return [one for reference in (*self._references, *self._earlier) if (one := reference()) is not None]
+        """Return the registered reducers that still exist, in the order of their registration."""
+        return [one for reference in self._references if (one := reference()) is not None]
 
     def enter_world(self) -> None:
-        """Count the reducers that still exist as made in earlier worlds, and number them anew."""
-        self._earlier, self._references = [weakref.ref(one) for one in self.alive()], []
+        """Number the reducers that still exist anew, in the order of their registration."""
         self._made.clear()
         for one in self.alive():
             one.made = self._number(one)

@@ -280,6 +280,32 @@ def test_an_optimizer_of_an_earlier_world_steps_while_a_rank_has_joined(real, st
     assert found == [-steps * size] + [-steps * size - (size - 1)] * (size - 1)
 
 
+def optimizers_of_three_worlds(backend):
+    """Join on rank 1 without any step. It has made its optimizers in this world, and rank 0 in three worlds."""
+    params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3)]
+    optimizers: list = []
+    for world in range(3):
+        with library(backend) as hvd:
+            made = [params[world]] if hvd.rank() == 0 else params if world == 2 else []
+            optimizers += [hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], op=hvd.Sum) for p in made]
+            if world < 2:
+                continue
+            if hvd.rank() == 0:
+                train(params[0], optimizers[0], 1)
+            hvd.join()
+            optimizers[0].zero_grad()
+            before = [p.tolist() for p in params]
+            (params[0].sum() + 10 * params[1].sum() + 100 * params[2].sum()).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            assert [p.tolist() for p in params] == [[x - 2 * 10**n for x in old] for n, old in enumerate(before)]
+
+
+@OURS_2
+def test_optimizers_of_earlier_worlds_have_the_numbers_of_those_that_a_new_rank_makes(real):
+    real(optimizers_of_three_worlds)
+
+
 def without_the_optimizer(backend):
     """Join on rank 0, which does not make the optimizer that the other ranks step."""
     with library(backend) as hvd:
