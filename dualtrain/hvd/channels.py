@@ -112,7 +112,11 @@ class Registry(Generic[R]):
 
     def position(self, reducer: R) -> list[int]:
         """Return the reducer's ``made``, and the number of all reducers of its kind and base name."""
-        return [reducer.made, self._made[reducer.base_name]]
+        return [reducer.made, self.count(reducer.base_name)]
+
+    def count(self, base_name: str) -> int:
+        """Return how many reducers were made, or existed at the start of this world."""
+        return self._made[base_name]
 
     def alive(self) -> list[R]:
         """Return the registered reducers that still exist, in the order of their registration."""
@@ -160,13 +164,15 @@ class Exchangers:
             channel_name: the name of the channel.
             made: :meth:`Registry.position` of the reducer on the rank that uses the channel.
         """
-        self._claimed.add(channel_name)
         base, alive = channel_name.rpartition(".")[0], registry.alive()
         known = [one for one in alive if one.channel_name == channel_name]
         unused = [one for one in alive if not one.channel_name and one.base_name == base and not one.closed]
         if len(unused) > 1:
             unused = [one for one in unused if registry.position(one) == made]
         found = next(iter(known + unused), None)
+        # If this rank has not made the reducer yet, the reducer takes the channel when it is made.
+        if found is not None or made[0] <= registry.count(base):
+            self._claimed.add(channel_name)
         if found is not None and not known:
             found.use_channel(channel_name)
         return found

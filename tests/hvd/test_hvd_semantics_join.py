@@ -214,6 +214,27 @@ def test_a_new_optimizer_steps_after_a_rank_has_joined_without_a_step(real):
     real(after_a_join)
 
 
+def made_after_a_join(backend):
+    """Join on rank 1 before it makes the optimizer that the other ranks step. Then step it on all ranks."""
+    with library(backend) as hvd:
+        p = torch.nn.Parameter(torch.zeros(3))
+        optimizers = []
+        for rank_1 in (False, True):
+            if (hvd.rank() == 1) == rank_1:
+                optimizers += [hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)], op=hvd.Max)]
+            for optimizer in optimizers:
+                train(p, optimizer, 1)
+            if not rank_1:
+                hvd.join()
+        return p[0].item()
+
+
+@OURS
+def test_an_optimizer_of_maxima_may_be_made_after_a_join(real):
+    found = real(made_after_a_join)
+    assert found == [-1.0 if rank == 1 else -2.0 for rank in range(len(found))]
+
+
 def before_any_step(backend):
     """Join on rank 1 without any step. In their first step, the other ranks agree on the parameters without rank 1."""
     with library(backend) as hvd:
