@@ -166,7 +166,7 @@ class Exchangers:
         """
         base, alive = channel_name.rpartition(".")[0], registry.alive()
         known = [one for one in alive if one.channel_name == channel_name]
-        unused = [one for one in alive if not one.channel_name and one.base_name == base and not one.closed]
+        unused = self._unused(registry, base)
         if len(unused) > 1:
             unused = [one for one in unused if registry.position(one) == made]
         found = next(iter(known + unused), None)
@@ -177,10 +177,14 @@ class Exchangers:
             found.use_channel(channel_name)
         return found
 
-    def skip(self, channel_name: str, made: list[int], added: list[str]) -> None:
+    def _unused(self, registry: Registry[R], base: str) -> list[R]:
+        return [one for one in registry.alive() if not one.channel_name and one.base_name == base and not one.closed]
+
+    def skip(self, channel_name: str, made: list[int], added: list[str]) -> bool:
         """Count an exchange for which the engine has sent zeros, because this rank has joined.
 
-        ``added`` is the new value for this channel in :attr:`added`.
+        Return False if it is unknown which of this rank's reducers the exchange belongs to. ``added`` is the new value for
+        this channel in :attr:`added`.
         """
         reducer = self.find(self.callers, channel_name, made)
         if reducer is not None:
@@ -188,6 +192,7 @@ class Exchangers:
         self.added[channel_name] = added
         self.done[channel_name] = self.done.get(channel_name, 0) + 1
         self.unused.add((channel_name, self.done[channel_name]))
+        return reducer is not None or not self._unused(self.callers, channel_name.rpartition(".")[0])
 
     def enter_world(self) -> None:
         """Forget the channels and the exchanges of the previous world."""

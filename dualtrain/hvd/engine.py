@@ -154,10 +154,7 @@ class Engine:
                 continue  # this rank took part before it joined; a slower rank is still in that step
             exchanger = begun.get(channel) or self.exchangers.find(self.exchangers.exchangers, channel, request["made"])
             if exchanger is None:
-                self.end_world(
-                    f"join() was called, but there is no optimizer for the gradients {channel!r} of other ranks: make the "
-                    "same optimizers on every rank before join()"
-                )
+                self._end_unknown(channel)
                 continue
             if exchanger.exchanging and exchanger.exchanges < number:
                 exchanger.finish_exchange()
@@ -209,6 +206,12 @@ class Engine:
         """Make all pending and later calls fail, on every rank."""
         self.send({"kind": "shutdown", "why": f"rank {self.backend.rank}: {why}"})
         self.fail(why)
+
+    def _end_unknown(self, channel: str) -> None:
+        self.end_world(
+            f"join() was called, but there is no optimizer for the gradients {channel!r} of other ranks: make the same "
+            "optimizers on every rank before join()"
+        )
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
@@ -344,7 +347,9 @@ class Engine:
         if pending is not None:
             self._end(message["id"], result)
         elif "added" in message:  # a call of an optimizer, made by the ranks that have not joined
-            self.exchangers.skip(message["name"].removeprefix("gradients."), message["made"], message["added"])
+            channel = message["name"].removeprefix("gradients.")
+            if not self.exchangers.skip(channel, message["made"], message["added"]):
+                self._end_unknown(channel)
 
     def _end(self, number: int, result: Any = None, error: HorovodInternalError | None = None) -> None:
         with self._lock:

@@ -346,20 +346,24 @@ def test_joining_without_an_optimizer_that_other_ranks_use_ends_the_world(real):
     real(without_the_optimizer)
 
 
-def other_numbers(backend):
+def other_numbers(backend, op):
     """Join on rank 1 without any step. Rank 0 has made one optimizer more of parameters with the same name."""
     with library(backend) as hvd:
         params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3 - hvd.rank())]
-        made = [hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)]) for p in params]
-        if hvd.rank() == 0:
-            params[-1].sum().backward()
+        made = [hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], op=getattr(hvd, op)) for p in params]
+
+        def step_and_join():
+            train(params[-1], made[-1], 1 if hvd.rank() == 0 else 0)
+            hvd.join()
+
         with pytest.raises(hvd.mpi_ops.HorovodInternalError, match="make the same optimizers on every rank before join"):
-            made[-1].step() if hvd.rank() == 0 else hvd.join()
+            step_and_join()
 
 
+@pytest.mark.parametrize("op", ["Average", "Max"])
 @OURS_2
-def test_joining_is_an_error_if_another_rank_may_use_either_of_two_equal_optimizers(real):
-    real(other_numbers)
+def test_joining_is_an_error_if_another_rank_may_use_either_of_two_equal_optimizers(real, op):
+    real(other_numbers, op)
 
 
 def outside_of_the_set(backend):
