@@ -315,7 +315,7 @@ def dial(
             except UserError:
                 raise  # the server would refuse this process again
             except UnauthenticatedError:
-                reasons.append("the process there does not belong to this job, or has another DUALTRAIN_SECRET")
+                reasons.append("the process there is not of this job, or has another DUALTRAIN_SECRET")
                 final = len(ports) == 1  # otherwise this job's server may listen at the next port
             except (OSError, ValueError, KeyError, TypeError) as error:
                 reasons.append(getattr(error, "strerror", None) or str(error))

@@ -112,7 +112,7 @@ def test_a_rank_with_another_jobs_secret_is_refused(monkeypatch, capsys):
         assert server.call("count") == 0
     finally:
         server.close()
-    assert "the process there does not belong to this job, or has another DUALTRAIN_SECRET" in said
+    assert "the process there is not of this job, or has another DUALTRAIN_SECRET" in said
     assert "job 1" not in said
 
 
