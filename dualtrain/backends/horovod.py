@@ -270,6 +270,9 @@ class HorovodBackend(Backend):
             # The ranks compare calls before they start them, so no mismatch caused the earlier failure: Horovod's world
             # itself has failed, and will not recover.
             raise self.failure(what, self.failed) from self.failed
+        # When a rank has failed, Horovod's thread ends. In 0.28.1, it then holds a lock and waits for the GIL, while a new
+        # operation holds the GIL and waits for this lock.
+        self.check_peers(what)
         if not inputs[0].is_cpu:
             refuse_other_devices(inputs[0])
         # Horovod's thread, which is not in inference mode, resizes and writes the tensors: pass it ordinary tensors.

@@ -168,6 +168,11 @@ class Waits:
         left = dict(watch.left)  # a copy, since the watch's thread may change it
         return next((left[rank] for rank in self._others() if rank in left), None)
 
+    def check_peers(self, what: str) -> None:
+        """Raise PeerFailedError for the operation ``what`` if a rank is known to have failed."""
+        if self.watch is not None and self.watch.peer_failed and self.watch.failure is not None:
+            raise self._peer_failed_error(what, self.watch.failure)
+
     def _peer_failed_error(self, what: str, failure: PeerFailure) -> PeerFailedError:
         self._ended_by_leaving = self._ended_by_leaving or failure.quiet
         return PeerFailedError(f"{what} cannot end on {self._in_words()}: {failure.describe()}", failure)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
+import pytest
 import torch
 
+from dualtrain.errors import PeerFailedError, PeerFailure
 from tests.conftest import require_horovod
 
 ROWS = [[0, 7], [1, 7], [2, 7]]
@@ -73,4 +77,22 @@ def test_horovod_never_releases_the_last_reference_to_an_input(pool):
     for counts in pool.run(references_from_cpp):
         assert len(counts) > 2
         assert set(counts) == {2}  # Python's own, and that of the view that the backend keeps
+    pool.disconnect()
+
+
+def start_after_a_failure(backend):
+    """Start an operation when the failure of a rank is known; return how often Horovod was called."""
+    with (
+        mock.patch.object(backend.watch, "failure", PeerFailure(1, "stopped")),
+        mock.patch.object(backend, "library") as own,
+    ):
+        with pytest.raises(PeerFailedError, match="rank 1 stopped"):
+            backend.exchange([backend.rank, 7])
+        return len(own.mock_calls)
+
+
+def test_no_operation_is_given_to_horovod_after_a_rank_has_failed(pool):
+    require_horovod()
+    pool.connect("horovod", 2)
+    assert pool.run(start_after_a_failure) == [0, 0]
     pool.disconnect()
