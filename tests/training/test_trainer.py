@@ -206,12 +206,13 @@ def test_fit_sends_the_average_over_tokens_in_fp16():
     assert second < first
 
 
-def whole_norm(backend) -> None:
-    def build() -> nn.Module:
-        model = net()
-        return nn.Sequential(model[0], nn.BatchNorm1d(16), *model[1:])
+def net_with_norm() -> nn.Module:
+    model = net()
+    return nn.Sequential(model[0], nn.BatchNorm1d(16), *model[1:])
 
-    model, alone = build(), build()
+
+def whole_norm(backend) -> None:
+    model, alone = net_with_norm(), net_with_norm()
     synchronize_norms(model, backend)
     assert isinstance(model[1], RankNorm)
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend, ema=0.5)
@@ -535,11 +536,7 @@ def test_an_empty_batch_changes_no_weights(loss, call):
 def an_empty_batch_with_sync_batchnorm(backend) -> None:
     """Train on a batch that is empty on all ranks but the first; compare with one process that has rank 0's samples."""
 
-    def build() -> nn.Module:
-        model = net()
-        return nn.Sequential(model[0], nn.BatchNorm1d(16), *model[1:])
-
-    model, alone = build(), build()
+    model, alone = net_with_norm(), net_with_norm()
     synchronize_norms(model, backend)
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), own_loss, backend=backend)
     trainer.fit([data(0) if backend.rank else data()])
