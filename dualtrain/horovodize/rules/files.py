@@ -11,7 +11,7 @@ from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
 from dualtrain.horovodize.nodes import argument_at, first_argument, is_bool, keyword, last_name, names_in
 from dualtrain.horovodize.order import ENTRY_POINTS, arguments, calls_of, nodes_after, runs_on_driver
-from dualtrain.horovodize.rules.paths import depends_on_process, is_option, origins
+from dualtrain.horovodize.rules.paths import depends_on_process, is_option, nodes_of, origins
 from dualtrain.horovodize.source import Finding, Function, Source
 
 #: Functions that write a file, each with the position and the name of its path argument.
@@ -128,8 +128,7 @@ def _words(source: Source, path: ast.expr) -> set[str]:
 
     Leave out ``os``, ``join`` and other common names, and the variable with the parsed options.
     """
-    options = {part.value for part in ast.walk(path) if isinstance(part, ast.Attribute) and is_option(source, part)}
-    nodes = [node for node in ast.walk(path) if node not in options]
+    nodes = nodes_of(source, path)
     texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
     return texts | {last_name(node) for node in nodes if last_name(node)} - {"args", "os", "path", "join", "format", "self"}
 

@@ -33,9 +33,7 @@ def depends_on_process(source: Source, file: ast.expr, depth: int = 0) -> bool:
         return True
     if any(_OWN_VALUE.search(last_name(node)) for node in ast.walk(file)):
         return True
-    options = {part.value for part in ast.walk(file) if isinstance(part, ast.Attribute) and is_option(source, part)}
-    nodes = [node for node in ast.walk(file) if node not in options]
-    values = [value for node in nodes for value in origins(source, node) if not _is_common(source, value)]
+    values = [value for node in nodes_of(source, file) for value in origins(source, node) if not _is_common(source, value)]
     if any(isinstance(value, ast.Call) and source.name(value.func) in _BUFFERS for value in (file, *values)):
         return True
     own = (source.functions.get(last_name(call.func)) for call in calls_in(file))
@@ -115,6 +113,12 @@ def _is_common(source: Source, value: ast.expr) -> bool:
             value = value.args[0]
         else:
             return isinstance(value, ast.Call) and source.hvd(value.func) in _SAME_RESULTS
+
+
+def nodes_of(source: Source, path: ast.expr) -> list[ast.AST]:
+    """Return the nodes of ``path``, without the variable ``args`` of options such as ``args.name``."""
+    options = {part.value for part in ast.walk(path) if isinstance(part, ast.Attribute) and is_option(source, part)}
+    return [node for node in ast.walk(path) if node not in options]
 
 
 def is_option(source: Source, part: ast.expr) -> bool:
