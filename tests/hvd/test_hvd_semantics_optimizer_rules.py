@@ -202,7 +202,12 @@ def mixed_precision_trap(backend):
     with library(backend) as hvd:
         p, optimizer = wrapped(hvd, name="trap")
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        if hvd.rank() == 0:
+            hvd.barrier()  # rank 1 must look at its gradient first: once all ranks have sent, Horovod overwrites it
         scaler.scale((p * (float("inf") if hvd.rank() == 0 else 1.0)).sum()).backward()
+        scaler.unscale_(optimizer)
+        if hvd.rank() == 1:
+            hvd.barrier()
         scaler.step(optimizer)
         scaler.update()
         # On Horovod, rank 1 has synchronized in its step. Rank 0 has skipped its step, so its sum is still pending.
