@@ -41,7 +41,7 @@ def build(
         loaded: false if ``weights`` or a checkpoint replaces torchvision's weights. Then ``pretrained`` loads no weights,
             but still sets ``transform_input`` of GoogLeNet and Inception v3 for images of 3 channels, as their published
             weights require.
-        freeze_backbone: train only the last linear or convolutional layer; BatchNorm before it stays in evaluation mode.
+        freeze_backbone: train only the last linear or convolutional layer; all BatchNorm layers stay in evaluation mode.
         weights: file of weights for the whole model, safetensors or a state dict.
 
     Raises:

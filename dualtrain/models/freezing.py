@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from functools import cache
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -34,14 +35,24 @@ class FrozenNorm3d(FrozenNorm, nn.BatchNorm3d):
     """See :class:`FrozenNorm`."""
 
 
-_FROZEN = {nn.BatchNorm1d: FrozenNorm1d, nn.BatchNorm2d: FrozenNorm2d, nn.BatchNorm3d: FrozenNorm3d}
+_FROZEN: dict[type[_BatchNorm], type[FrozenNorm]] = {
+    nn.BatchNorm1d: FrozenNorm1d,
+    nn.BatchNorm2d: FrozenNorm2d,
+    nn.BatchNorm3d: FrozenNorm3d,
+}
+
+
+@cache
+def _frozen(kind: Any) -> Any:
+    """Return the class of frozen layers for a class of BatchNorm layers; make it for a class of the user or a library."""
+    return _FROZEN.get(kind) or type(f"Frozen{kind.__name__}", (FrozenNorm, kind), {})
 
 
 def freeze_backbone(model: nn.Module, head: str) -> None:
     """Freeze all modules except the module named ``head``, in place. Names and shapes of tensors do not change.
 
-    Parameters outside of the head lose ``requires_grad``. BatchNorm layers outside of the head keep their running
-    statistics, even after ``model.train()`` and in copies of the model.
+    Parameters outside of the head lose ``requires_grad``. BatchNorm layers outside of the head, including those of
+    subclasses, keep their running statistics, even after ``model.train()`` and in copies of the model.
 
     Raises:
         UserError: the head shares parameters with the rest of the model.
@@ -58,9 +69,10 @@ def freeze_backbone(model: nn.Module, head: str) -> None:
             continue
         for parameter in module.parameters(recurse=False):
             parameter.requires_grad_(False)
-        if type(module) in _FROZEN:
+        if isinstance(module, _BatchNorm) and not isinstance(module, FrozenNorm):
             # Change the class of the object: a new object would leave references to the old layer behind.
-            module.__class__ = _FROZEN[type(module)]
+            kind: Any = type(module)
+            module.__class__ = _frozen(kind)
             module.train()
 
 

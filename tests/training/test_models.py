@@ -15,6 +15,7 @@ from torch.nn import functional
 from dualtrain.errors import UserError
 from dualtrain.models import build, fetch, weights
 from dualtrain.models.classifiers import names
+from dualtrain.models.freezing import freeze_backbone
 
 
 class Trap:
@@ -222,6 +223,25 @@ def test_a_frozen_backbone_keeps_its_weights_and_statistics(hub):
         assert changed == ["fc.weight", "fc.bias"]
     plain = build("resnet18", (3, 32, 32), 10)
     plain.load_state_dict(model.state_dict())
+
+
+class NormAct(nn.BatchNorm2d):
+    """A subclass of a BatchNorm layer, as other libraries have it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(super().forward(x))
+
+
+@pytest.mark.parametrize("norm", [NormAct, nn.SyncBatchNorm])
+def test_a_frozen_backbone_keeps_the_statistics_of_other_classes_of_batchnorm(norm):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), norm(4), nn.Flatten(), nn.Linear(4, 2))
+    freeze_backbone(model, "3")
+    freeze_backbone(model, "3")
+    for trained in (model, copy.deepcopy(model)):
+        assert isinstance(trained[1], norm)
+        before = copy.deepcopy(trained[1].state_dict())
+        take_two_steps(trained, torch.rand(4, 3, 3, 3), torch.arange(4) % 2)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in trained[1].state_dict().items())
 
 
 def test_without_a_network_the_message_says_where_the_weights_go(tmp_path, monkeypatch):
