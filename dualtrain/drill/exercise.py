@@ -188,7 +188,6 @@ class Exercise:
     def _run_fault(self, job: Job, fault: Fault, step: int) -> str:
         """Wait for the fault's moment, inject it, and wait for the recovery. Add a row to the report; return its text."""
         moment = self._await_moment(job, step)
-        self._leave_step(job)
         row = Row(fault.name, self._inject(job, fault), moment)
         if not row.target:
             return f"{fault.name}: not carried out, since the job has ended"
@@ -227,14 +226,20 @@ class Exercise:
         return target
 
     def _await_moment(self, job: Job, step: int) -> str:
-        """Wait until the job has taken ``step`` steps, or for a random time; return the moment in words."""
+        """Wait until the job has taken ``step`` steps, or for a random time, then :meth:`_leave_step`.
+
+        Return the moment in words.
+        """
         if self._choice.random() < _BY_TIME:
             seconds = self._choice.uniform(0.1, 3.0)
             deadline = time.monotonic() + seconds
             self._wait(job, lambda: time.monotonic() > deadline or job.status() is not None, "a random time")
-            return f"{seconds:.1f} s after the last {'recovery' if self.report.rows else 'start'}"
-        self._wait(job, lambda: job.position()[1] >= step or job.status() is not None, f"step {step}")
-        return f"after step {job.position()[1]}"
+            moment = f"{seconds:.1f} s after the last {'recovery' if self.report.rows else 'start'}"
+        else:
+            self._wait(job, lambda: job.position()[1] >= step or job.status() is not None, f"step {step}")
+            moment = ""
+        self._leave_step(job)
+        return moment or f"after step {self._steps[-1]}"
 
     def _leave_step(self, job: Job) -> None:
         """Wait for the next step if the current step had ``_REPEATS`` faults: after one more, the run would not restart."""

@@ -336,20 +336,24 @@ def test_a_run_folder_that_does_not_fit_on_the_disk_is_reported_as_one_problem(t
     assert drill.report.problems == [found]
 
 
-def test_repeated_kills_at_the_same_step_stay_below_the_restart_limit(tmp_path):
-    steps = [7, 7, 7, 7, 8]
+def test_repeated_kills_at_the_same_step_stay_below_the_restart_limit(tmp_path, monkeypatch):
+    monkeypatch.setattr(exercises, "_BY_TIME", 0.0)
 
     class Slow:
+        step = 7
+
+        def status(self) -> None:
+            return None
+
         def position(self) -> tuple[int, int]:
-            return 0, steps.pop(0) if len(steps) > 1 else steps[0]
+            return 0, self.step
 
         def restart_if_failed(self) -> bool:
+            self.step = 8  # called only while the drill waits for another step
             return False
 
-    drill = exercise(tmp_path)
-    drill._leave_step(Slow())
-    drill._leave_step(Slow())
-    drill._leave_step(Slow())
+    drill, job = exercise(tmp_path), Slow()
+    assert [drill._await_moment(job, 7) for _ in range(3)] == ["after step 7", "after step 7", "after step 8"]
     assert drill._steps == [7, 7, 8]
     assert exercises._REPEATS < DEATHS
 
