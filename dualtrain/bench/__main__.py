@@ -162,8 +162,8 @@ def _missing(names: Sequence[str], spec: LaunchSpec) -> dict[str, str]:
             found[name] = reason
         elif spec.prefix and entry.ranks is not None:
             found[name] = f"its number of ranks is {entry.ranks}, but --launch sets the number for all contenders"
-        elif spec.prefix and entry.starter != "ranks" and not _starts(spec.prefix, entry.starter):
-            found[name] = f"{spec.prefix[0]} cannot start it: give --launch '{entry.starter} …'"
+        elif spec.prefix and entry.starter != "ranks" and (reason := _not_started(spec.prefix, entry.starter)):
+            found[name] = f"{reason}: give --launch '{entry.starter} …'"
     return found
 
 
@@ -177,12 +177,13 @@ def _fallbacks(spec: LaunchSpec, jobs: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _starts(prefix: Sequence[str], starter: str) -> bool:
-    """Return whether the launch command ``prefix`` starts Horovod with the controller that ``starter`` names."""
-    if Path(prefix[0]).name in ("mpirun", "mpiexec"):
-        return "--mpi" in starter
-    flag = starter.split()[1]
-    return Path(prefix[0]).name == "horovodrun" and (flag in prefix or (flag == "--gloo" and "--mpi" not in prefix))
+def _not_started(prefix: Sequence[str], starter: str) -> str:
+    """Return why the command ``prefix`` may not start Horovod with the controller that ``starter`` names; else ""."""
+    program, flag = Path(prefix[0]).name, starter.split()[1]
+    if program == "horovodrun":
+        # Without a flag, horovodrun chooses: MPI if Horovod was built with MPI, otherwise Gloo.
+        return "" if flag in prefix else f"horovodrun without {flag} may use another controller"
+    return "" if program in ("mpirun", "mpiexec") and flag == "--mpi" else f"{prefix[0]} cannot start it"
 
 
 def _machine(spec: LaunchSpec, results: Results, began: tuple[str, str]) -> dict[str, str]:

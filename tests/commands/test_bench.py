@@ -1032,6 +1032,25 @@ def test_horovod_is_measured_over_mpi_if_it_cannot_run_over_gloo(tmp_path, monke
         assert plans[-1].rounds == ROUNDS
 
 
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [
+        ("horovodrun --gloo -np 2", {"hvd-mpi": "horovodrun without --mpi may use another controller"}),
+        ("horovodrun --mpi -np 2", {"hvd-gloo": "horovodrun without --gloo may use another controller"}),
+        ("horovodrun -np 2", {"hvd-gloo": "horovodrun without --gloo", "hvd-mpi": "horovodrun without --mpi"}),
+        ("mpirun -np 2", {"hvd-gloo": "mpirun cannot start it"}),
+        ("srun", {"hvd-gloo": "srun cannot start it", "hvd-mpi": "srun cannot start it"}),
+    ],
+)
+def test_a_launch_command_starts_only_the_horovod_that_it_names(command, missing, tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "missing_package", lambda entry: "")
+    found = bench._missing(["hvd-gloo", "hvd-mpi", TUNED], LaunchSpec(2, "cpu", tmp_path, tuple(command.split())))
+    assert found.keys() == missing.keys()
+    for name, reason in missing.items():
+        assert found[name].startswith(reason)
+        assert found[name].endswith(f": give --launch '{ENTRIES[name].starter} …'")
+
+
 def test_the_cost_of_virtual_ranks_is_measured_only_on_request(tmp_path, monkeypatch, capsys):
     plans = []
     monkeypatch.setattr(bench, "measure", lambda one, *_: plans.append(one) or Results())
