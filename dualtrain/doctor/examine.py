@@ -40,8 +40,9 @@ class Examination:
             refusal = (own["horovod_error"] if name == "horovod" else None) or untried
             self._probes[name] = self._refused(name, refusal) or probe(name, world, timeout)
         own["probes"] = {name: found.facts() for name, found in self._probes.items()}
-        own["threads"] = share_of(usable_cores(), (self._control.world if self._control else world).local_size)
-        own["interface"] = used(own["interfaces"], own["overrides"], self._single_host())
+        placed = self._control.world if self._control else world
+        own["threads"] = share_of(usable_cores(), placed.local_size)
+        own["interface"] = used(own["interfaces"], own["overrides"], placed)
         rows, failure = self._gathered(own)
         self.report = _report(rows, failure, choose("auto" if wanted == "all" else wanted, world))
 
@@ -67,9 +68,6 @@ class Examination:
             (found for found in self._probes.values() if found.backend), key=lambda found: found.error is not None
         )
         return ready[0].backend if ready else None
-
-    def _single_host(self) -> bool:
-        return self._control.world.single_host if self._control else self.world.single_host
 
     def _untried(self, name: str) -> str | None:
         """Return why Horovod cannot join: it needs torch's rendezvous, which has failed. ``None`` if ``name`` may join."""

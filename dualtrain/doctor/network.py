@@ -7,7 +7,8 @@ import socket
 from collections.abc import Mapping
 from pathlib import Path
 
-from dualtrain.rendezvous.hosts import address, ipv4, loopback
+from dualtrain.launchers import World
+from dualtrain.rendezvous.hosts import ipv4, listening_address, loopback
 
 
 def interfaces() -> dict[str, list[str]]:
@@ -26,12 +27,15 @@ def _ipv6() -> list[tuple[str, str]]:
     return [(row[5], str(ipaddress.IPv6Address(bytes.fromhex(row[0])))) for row in rows]
 
 
-def used(found: Mapping[str, list[str]], overrides: Mapping[str, str], single_host: bool) -> str:
-    """Return the interface that the ranks use, and the reason. ``overrides``: variables that select an interface."""
+def used(found: Mapping[str, list[str]], overrides: Mapping[str, str], world: World) -> str:
+    """Return the interface that the ranks of ``world`` use on this host, and the reason.
+
+    ``found`` is the result of :func:`interfaces`. ``overrides`` are the variables that select an interface.
+    """
     if overrides:
         return ", ".join(f"{name}={value}" for name, value in overrides.items())
-    if single_host:
+    if world.single_host:
         return f"{loopback()} (all ranks are on this host)"
-    own = address()
+    own = listening_address(world)
     names = [name for name, addresses in found.items() if own in addresses]
     return f"{', '.join(names) or 'none of these'} (other hosts reach this host at {own})"

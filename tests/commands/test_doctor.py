@@ -10,13 +10,14 @@ from types import SimpleNamespace
 import pytest
 
 from dualtrain.cores import usable_cores
-from dualtrain.doctor import examine
+from dualtrain.doctor import examine, network
 from dualtrain.doctor.__main__ import main
 from dualtrain.doctor.advice import advise
 from dualtrain.doctor.doctor_text import page
 from dualtrain.doctor.facts import has_bf16, ignored
 from dualtrain.doctor.probe import MARGIN_SECONDS, Probe, bus_bandwidth
 from dualtrain.launchers import World, detect_world, spawned
+from dualtrain.rendezvous import hosts
 from tests.conftest import require_horovod
 from tests.forked import run, run_ranks, torchrun_variables
 from tests.pool import ROOT, free_port
@@ -96,6 +97,17 @@ def assert_that_both_work(said, chosen):
     assert "horovod (" in said
     assert all(f"rank {rank} " in said for rank in (0, 1))
     assert "problem:" not in said
+
+
+def test_the_reported_interface_is_the_one_on_the_route_to_rank_0(monkeypatch):
+    monkeypatch.setattr(hosts, "_resolved", lambda name: "10.0.0.2")
+    monkeypatch.setattr(hosts, "_route", lambda host: "10.1.0.2" if host == "node0" else "10.0.0.2")
+    found = {"eth0": ["10.0.0.2"], "eth1": ["10.1.0.2"]}
+    world = World(2, 4, 0, 2, 1, 2, rendezvous=("node0", 29500))
+    assert network.used(found, {}, world) == "eth1 (other hosts reach this host at 10.1.0.2)"
+    assert network.used(found, {}, World(2, 4, 0, 2, 1, 2)) == "eth0 (other hosts reach this host at 10.0.0.2)"
+    assert network.used(found, {}, World(0, 2, 0, 2)) == "lo (all ranks are on this host)"
+    assert network.used(found, {"GLOO_SOCKET_IFNAME": "eth2"}, world) == "GLOO_SOCKET_IFNAME=eth2"
 
 
 def test_two_ranks_reach_each_other_on_both_backends(tmp_path):
