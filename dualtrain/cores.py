@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
 RANKS_PER_CORE = 16  # largest number of ranks per usable core that dualtrain starts on this host
@@ -47,6 +47,30 @@ def processor_name() -> str:
 def share_of(cores: int, ranks: int) -> int:
     """Return how many of ``cores`` each of ``ranks`` processes may use, at least 1."""
     return max(1, cores // ranks)
+
+
+def cores_together(affinities: Sequence[Collection[int]], quotas: Sequence[float | None]) -> int:
+    """Return how many cores the ranks of one host may use in total, from each rank's CPU affinity and CPU quota."""
+    cores = len(set().union(*affinities))  # a launcher may bind each rank to different cores
+    # Ranks of one host usually share a cgroup and its quota. If their quotas differ, use the largest.
+    largest = max((quota for quota in quotas if quota is not None), default=0.0)
+    return cores if None in quotas else min(cores, max(1, int(largest)))
+
+
+def threads_per_rank(ranks: Sequence[tuple[Hashable, Collection[int], float | None]]) -> int:
+    """Return the smallest share of its host's cores that any of ``ranks`` has, at least 1.
+
+    A rank that a launcher binds to some of the host's cores has no larger share than these cores.
+
+    Args:
+        ranks: the host, the CPU affinity and the CPU quota of each rank.
+    """
+    shares = []
+    for host in {host for host, _, _ in ranks}:
+        affinities = [affinity for other, affinity, _ in ranks if other == host]
+        together = cores_together(affinities, [quota for other, _, quota in ranks if other == host])
+        shares.append(min(share_of(together, len(affinities)), *map(len, affinities)))
+    return min(shares)
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:

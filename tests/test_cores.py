@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dualtrain.cores import cpu_quota, share_of, usable_cores
+from dualtrain.cores import cpu_quota, share_of, threads_per_rank, usable_cores
 
 V2 = "31 23 0:28 {top} /sys/fs/cgroup rw,nosuid,relatime shared:9 - cgroup2 cgroup2 rw,nsdelegate"
 V1 = "33 30 0:29 {top} /sys/fs/cgroup/cpu,cpuacct rw,relatime shared:10 - cgroup cgroup rw,cpu,cpuacct"
@@ -119,6 +119,24 @@ def test_quotas_are_rounded_down_to_at_least_one_core_and_limited_by_the_affinit
 
 def test_ranks_share_the_cores_and_each_gets_at_least_one():
     assert [share_of(8, ranks) for ranks in (1, 3, 8, 9)] == [8, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "number"),
+    [
+        ([("a", range(8), None)] * 3, 2),  # not bound
+        ([("a", range(8), None)] * 9, 1),
+        ([("a", range(8 * n, 8 * n + 8), None) for n in range(4)], 8),  # as srun binds tasks with --cpus-per-task=8
+        ([("a", range(16 * (n % 2), 16 * (n % 2) + 16), None) for n in range(4)], 8),  # two ranks on each socket
+        ([("a", [0], None), ("a", [1, 2, 3], None)], 1),  # not more threads than cores of the rank
+        ([("a", range(8), None)] * 2 + [("b", range(6), None)] * 2, 3),  # the smallest host
+        ([("a", range(8), 4.5)] * 2, 2),
+        ([("a", range(8), 0.5)] * 2, 1),
+        ([("a", range(8), 3.0), ("a", range(8), 6.0)], 3),
+    ],
+)
+def test_each_rank_has_its_share_of_the_cores_that_the_ranks_of_its_host_may_use_together(ranks, number):
+    assert threads_per_rank(ranks) == number
 
 
 def test_the_cores_of_this_machine_can_be_read():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dualtrain.cores import cores_together
 from dualtrain.differences import ranks_in_words
 from dualtrain.doctor.gpu import gpu_advice
 
@@ -130,7 +131,4 @@ def _cpus(rows: Sequence[Row]) -> list[str]:
 
 def _cores(rows: Sequence[Row]) -> int:
     """Return how many cores the ranks of one host may use in total."""
-    cores = len(set().union(*(row["cores"] for row in rows)))  # mpirun may bind each rank to different cores
-    quotas = [row["quota"] for row in rows]
-    # Ranks of one host usually share a cgroup and its quota. If their quotas differ, use the largest.
-    return cores if None in quotas else min(cores, max(1, int(max(quotas))))
+    return cores_together([row["cores"] for row in rows], [row["quota"] for row in rows])

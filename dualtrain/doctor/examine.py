@@ -8,7 +8,7 @@ from typing import Any
 
 from dualtrain.backends import Backend
 from dualtrain.backends.factory import choose
-from dualtrain.cores import share_of, usable_cores
+from dualtrain.cores import share_of, threads_per_rank, usable_cores
 from dualtrain.differences import ranks_in_words
 from dualtrain.doctor.advice import advise
 from dualtrain.doctor.facts import gather
@@ -110,11 +110,18 @@ def _report(rows: Sequence[dict[str, Any]], failure: str | None, chosen: str) ->
         "chosen": chosen,
         "problems": problems,
         "notes": notes,
-        "threads": min(row["threads"] for row in rows),
+        "threads": _threads(rows),
         # A single rank sends no data, so its times say nothing about the transport.
         "allreduce": {name: _measured(rows, name) for name in rows[0]["probes"] if rows[0]["size"] > 1},
         "ranks": list(rows),
     }
+
+
+def _threads(rows: Sequence[dict[str, Any]]) -> int:
+    """Return the default of ``--threads``; if not all ranks have reported, an estimate from this rank's facts."""
+    if len(rows) < rows[0]["size"]:
+        return int(min(row["threads"] for row in rows))
+    return threads_per_rank([(row["host"], row["cores"], row["quota"]) for row in rows])
 
 
 def _measured(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:

@@ -13,7 +13,8 @@ import torch
 from dualtrain.backends import Backend
 from dualtrain.config import MOST_THREADS
 from dualtrain.console import show_progress
-from dualtrain.cores import share_of, usable_cores
+from dualtrain.cores import cpu_quota, threads_per_rank
+from dualtrain.rendezvous.hosts import identity
 
 log = logging.getLogger("dualtrain")
 
@@ -45,9 +46,12 @@ _SAME = {
 
 
 def threads(backend: Backend) -> int:
-    """Return the default of ``--threads``: a rank's share of its host's cores, the smallest over all ranks. Collective."""
-    mine = min(MOST_THREADS, share_of(usable_cores(), backend.local_size))
-    return int(min(backend.allgather_object(mine, name="default number of intra-op threads")))
+    """Return the default of ``--threads``: the smallest share of its host's cores that any rank has. Collective.
+
+    See :func:`dualtrain.cores.threads_per_rank`.
+    """
+    mine = identity(), sorted(os.sched_getaffinity(0)), cpu_quota()
+    return min(MOST_THREADS, threads_per_rank(backend.allgather_object(mine, name="default number of intra-op threads")))
 
 
 def use_threads(number: int, backend: Backend) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,14 +58,17 @@ def recorded(folder: Path, name: str) -> list[Any]:
 # ------------------------------------------------------------------------------------------------ number of threads
 
 
-def test_the_default_number_of_threads_is_the_smallest_share_of_cores_of_any_rank(monkeypatch):
-    cores = iter([9, 6, 12])
-    monkeypatch.setattr(machine, "usable_cores", lambda: next(cores))
+def test_the_default_number_of_threads_is_the_share_of_the_hosts_cores(monkeypatch):
+    monkeypatch.setattr(machine, "cpu_quota", lambda: None)
+    for cores, number in ((9, 3), (2, 1), (10**4, MOST_THREADS)):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid, cores=cores: set(range(cores)))
+        assert run_threads(3, machine.threads) == [number] * 3
+    monkeypatch.setattr(machine, "cpu_quota", lambda: 6.5)
     assert run_threads(3, machine.threads) == [2, 2, 2]
-    monkeypatch.setattr(machine, "usable_cores", lambda: 2)
-    assert run_threads(3, machine.threads) == [1, 1, 1]
-    monkeypatch.setattr(machine, "usable_cores", lambda: 10**5)
-    assert run_threads(2, machine.threads) == [MOST_THREADS] * 2
+    # Ranks that are bound to two cores each: one rank uses both.
+    bound = iter([{0, 1}, {2, 3}, {4, 5}])
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: next(bound))
+    assert run_threads(3, machine.threads) == [2, 2, 2]
 
 
 @pytest.mark.parametrize(("flags", "number"), [((), 2), (("--threads", "3"), 3)])
