@@ -33,12 +33,18 @@ def classifier(name: str, shape: tuple[int, int, int], classes: int, pretrained:
     caller loads weights of the whole model.
 
     Raises:
-        UserError: the weights cannot be downloaded, are damaged, or do not fit.
+        UserError: the model does not take images of this size, or the weights cannot be downloaded, are damaged, or do not
+            fit.
     """
     options: dict[str, Any] = dict(_OPTIONS.get(name, {}))
     if "vit" in name and "max" not in name:
         options["image_size"] = shape[1]
-    model: nn.Module = torchvision().models.get_model(name, weights=None, num_classes=classes, **options)
+    try:
+        model: nn.Module = torchvision().models.get_model(name, weights=None, num_classes=classes, **options)
+    except AssertionError as error:  # the image's side is not a multiple of a vision transformer's patch
+        raise UserError(
+            f"--model {name} does not take images of {shape[1]} × {shape[2]} pixels ({error}): give another --image-size"
+        ) from error
     if pretrained and loaded:
         _load_published(model, name)
     if pretrained and hasattr(model, "transform_input"):

@@ -289,6 +289,7 @@ def test_a_model_with_unusual_tensors_is_refused_in_one_line(monkeypatch):
         ("convnet", (64,), {}, "takes images"),
         ("bert-small", (3, 8, 8), {}, "takes texts"),
         ("resnet18", (64,), {}, "takes images"),
+        ("vit_b_16", (1, 8, 8), {}, "--model vit_b_16 does not take images of 8 × 8 pixels ("),
         ("convnet", (1, 8, 8), {"pretrained": True}, "--pretrained"),
         ("bert-small", (8,), {"freeze_backbone": True}, "--freeze-backbone"),
         ("tests.training.test_models:build_fixed", (1, 8, 8), {"freeze_backbone": True}, "--freeze-backbone"),
