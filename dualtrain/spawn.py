@@ -174,8 +174,8 @@ class _Job:
     def may_restart(self, status: int) -> bool:
         """Return whether a restart may help the job, which has ended with ``status``.
 
-        It may not after success (0), after an error that a restart would repeat (2), after a stop signal, or if a rank has
-        survived SIGKILL.
+        A restart does not help after success (0), after an error that a restart would repeat (2), after a stop signal, or
+        if a rank has survived SIGKILL.
         """
         return status not in (0, 2) and self._stopped is None and not self._alive()
 

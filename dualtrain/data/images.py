@@ -28,8 +28,8 @@ class Geometry:
     ``augment`` is one of:
 
     - "imagenet": a random resized crop, flipped with probability 0.5.
-    - "crop-flip": the shorter side is resized to ``resize`` pixels, and each border is padded with ``pad`` zero pixels;
-      then a random crop, flipped with probability 0.5.
+    - "crop-flip": the shorter side is resized to ``resize`` pixels, and each border is padded with ``pad`` zero pixels, or
+      with more if the image is smaller than the crop; then a random crop, flipped with probability 0.5.
     - "none": the shorter side is resized to ``resize`` pixels; then a centre crop.
     """
 

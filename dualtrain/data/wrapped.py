@@ -42,7 +42,7 @@ class Samples:
         return _length(self.dataset, self.split)
 
     def __getitems__(self, wanted: Wanted) -> Tensors | UserError:
-        """Read the samples and stack them. Return an error if a sample fails, has a wrong target, or has another shape."""
+        """Read the samples and stack them. Return an error if a sample fails, has a wrong target, or if shapes differ."""
         numbers, seed = wanted
         if not numbers:
             inputs, targets = (part.new_empty(0, *part.shape) for part in self.sample)

@@ -38,7 +38,7 @@ class Worker:
         return reserve(single_host)
 
     def set_variables(self, variables: Mapping[str, str]) -> None:
-        """Set the environment variables that make this process a rank."""
+        """Set the environment variables that make this process a rank, and prepare it (see ``functions/rank.py``)."""
         os.environ.update(variables)
         prepare()
 
