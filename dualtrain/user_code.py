@@ -37,6 +37,8 @@ def call_user_code(path: str, flag: str, takes: str, *arguments: Any) -> Any:
             module = with_torchvision_shim(lambda: importlib.import_module(module_name))
         except ModuleNotFoundError as error:
             where = "run from its folder or set PYTHONPATH"
+            if error.name and not f"{module_name}.".startswith(f"{error.name}."):  # a module that the user's module imports
+                where = "install it, or set PYTHONPATH"
             if error.name == module_name and module_name.endswith(".py"):
                 where = f"give a module's name instead of its file: {module_name.removesuffix('.py')}:{name}"
             raise UserError(f"{flag} {path!r} needs the module {error.name!r}, which is not found: {where}") from error

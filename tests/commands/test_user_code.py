@@ -206,6 +206,22 @@ def test_a_module_with_a_syntax_error_shows_the_line(tmp_path, monkeypatch):
     assert "def build(:" in error.value.trace
 
 
+@pytest.mark.parametrize(
+    ("path", "cure"),
+    [
+        ("no_such_module:build", "'no_such_module', which is not found: run from its folder or set PYTHONPATH"),
+        ("no_such_package.module:build", "'no_such_package', which is not found: run from its folder or set PYTHONPATH"),
+        ("needy_model:build", "'no_such_library', which is not found: install it, or set PYTHONPATH"),
+    ],
+)
+def test_a_missing_module_is_named_with_the_cure(path, cure, tmp_path, monkeypatch):
+    (tmp_path / "needy_model.py").write_text("import no_such_library.layers\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError) as refusal:
+        call_user_code(path, "--model", "(shape, classes)")
+    assert str(refusal.value) == f"--model {path!r} needs the module {cure}"
+
+
 def test_an_exception_without_text_is_named_by_its_class():
     class SilentError(RuntimeError):
         def __str__(self):
