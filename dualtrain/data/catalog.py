@@ -110,8 +110,8 @@ def transforms_of(
     size, resize = options.image_size, options.resize
     if size is not None and resize is None and size > side + 2 * options.pad * augment:
         resize = size
-    if size is not None and size > (resize or side) + 2 * options.pad * augment:
-        raise UserError(f"--image-size {size} is larger than images after --resize {resize} and --pad: leave --resize out")
+    if size is not None:
+        options.check_crop(size, resize or side)
     final = size or resize or side
     shape = channels, final, final
     evaluation = ImageTransform(size, resize, statistics=statistics)

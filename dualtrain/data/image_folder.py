@@ -23,7 +23,8 @@ def load_image_folder(folder: str | None, options: Options) -> Task:
     """Load the images below ``folder``; worker processes read them.
 
     Raises:
-        UserError: no folder is given, folders or images are missing, or train/ and val/ have different classes.
+        UserError: no folder is given, folders or images are missing, train/ and val/ have different classes, or options
+            contradict each other.
     """
     if folder is None:
         raise UserError("--dataset imagefolder needs the folder of train/ and val/: name it with --data-dir")
@@ -55,7 +56,11 @@ def _tree(folder: str, part: str) -> Tree:
 
 
 def geometries(options: Options) -> tuple[Geometry, Geometry, Transform]:
-    """Return the geometry for training, the geometry for evaluation, and the transform of whole batches."""
+    """Return the geometry for training, the geometry for evaluation, and the transform of whole batches.
+
+    Raises:
+        UserError: the options contradict each other.
+    """
     augment = options.augment or "imagenet"
     if augment == "weights":
         preset = published(options.model or "").transforms()
@@ -65,6 +70,7 @@ def geometries(options: Options) -> tuple[Geometry, Geometry, Transform]:
         return same, same, lambda images, numbers, seed: to_float(images, statistics)
     size = options.image_size or SIZE
     resize = options.resize or round(size * MARGIN)
+    options.check_crop(size, resize)
     normalize = options.statistics_for(3, IMAGENET) if options.normalize else IMAGENET
     return (
         Geometry(size, resize, augment, options.pad),

@@ -53,6 +53,13 @@ class Options(DataSection):
             )
         return found
 
+    def check_crop(self, size: int, side: int) -> None:
+        """Raise UserError if a crop of ``size`` pixels exceeds images of ``side`` pixels with their padding."""
+        if size > side + 2 * self.pad * (self.augment == "crop-flip"):
+            raise UserError(
+                f"--image-size {size} is larger than images after --resize {self.resize} and --pad: leave --resize out"
+            )
+
     def input_shape(self, default: tuple[int, ...]) -> tuple[int, ...]:
         """Return ``shape`` as integers, or ``default`` if it is not set. Raises UserError if it is invalid or too large."""
         if self.shape is None:

@@ -260,6 +260,16 @@ def test_image_files_accept_the_augmentations_none_crop_flip_and_weights(tree, a
     assert targets.tolist() == [0] * 7 + [1] * 7
 
 
+@pytest.mark.parametrize("dataset", ["imagefolder", "digits"])
+def test_a_crop_that_is_larger_than_the_resized_images_is_refused(dataset, tree):
+    with pytest.raises(
+        UserError, match=r"--image-size 24 is larger than images after --resize 20 and --pad: leave --resize"
+    ):
+        load_data(dataset, str(tree), image_size=24, resize=20, pad=2, workers=0)
+    task = load_data(dataset, str(tree), image_size=24, resize=20, pad=2, augment="crop-flip", workers=0)
+    assert task.shape[1:] == (24, 24)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_damaged_image_is_named_in_one_line(tmp_path, workers):
     for part in ("train", "val"):
