@@ -45,8 +45,8 @@ class FolderLock:
 
     Attributes:
         job: the name of this process's job; empty if unknown.
-        run: name of the job to which the folder's run belonged when this process locked the folder; empty if unknown.
-            This job had made the run, or had resumed it last.
+        run: name of the job that had made the folder's run, or had resumed it last, when this process locked the folder;
+            empty if unknown.
         generation: the number of this process's generation; 0 without a folder.
     """
 
@@ -82,7 +82,7 @@ class FolderLock:
             self._try(folder, wait)
 
     def _try(self, folder: Path, wait: _Wait) -> None:
-        """Wait until the newest generation's process has left; make the next generation, unless a process is faster."""
+        """Wait until the newest generation's process has left; make the next generation, unless another is faster."""
         number = generation.newest(folder)
         before = wait.await_end(number) if number else None
         run = before.run if before else ""

@@ -174,8 +174,8 @@ class CommonBuffers:
         0, the caller raises an error on every rank.
 
         Raises:
-            UserError: a buffer that must stay constant has changed, the shape of an averaged buffer has changed, or a
-                counter has changed by more than is allowed.
+            UserError: a buffer that must stay constant has changed, an averaged buffer has another number of elements, a
+                counter has changed by more than is allowed, or a buffer has become ``None``.
         """
         now = self._read()
         vector = self._flat(now)

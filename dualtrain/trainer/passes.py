@@ -108,7 +108,10 @@ class Passes:
                 self._precision.scaler.scale(loss if share == 1 else loss * share).backward()
 
     def _in_samples(self, sums: list[float], targets: torch.Tensor, count: Count) -> list[float]:
-        """Divide the ``sums`` by :attr:`targets_per_sample`. Collective for this rank's first batch."""
+        """Divide the ``sums`` by :attr:`targets_per_sample`.
+
+        While that number is ``None``, the call for a rank's first batch of a step is collective.
+        """
         if self.targets_per_sample is None and not self._compared:
             self._agree(count(targets) / len(targets) if len(targets) else 0.0)
         # If no rank's first batch has targets, this step counts in targets, and the ranks agree in the next step.

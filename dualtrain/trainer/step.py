@@ -22,8 +22,8 @@ class Step:
     """Result of one optimizer step, summed over ranks: metric totals and the caller's control flags.
 
     Attributes:
-        totals: the sums of ``objective.NAMES``. Cross entropy computes the fourth, ``top5``, only in evaluations. If the
-            loss is a mean over targets, the sums are divided by ``Passes.targets_per_sample``.
+        totals: the sums of ``objective.NAMES``. The default loss computes the fourth, ``top5``, only in evaluations. With a
+            loss of torch that averages over targets or elements, the sums are divided by ``Passes.targets_per_sample``.
         control_flags: the sums of the caller's numbers.
     """
 

@@ -218,7 +218,8 @@ class Trainer:
             DivergedError: on every rank, before the optimizer steps, if a loss is infinite or not a number, or if, with
                 ``compress="fp16"``, gradients do not fit into fp16.
             RanksDifferError: on every rank, if weights, learning rates or ``expected`` differ between ranks. They are
-                compared after steps 1, 2, 4, 8 and so on; weights and rates also in an evaluation and before a save.
+                compared after steps 1, 2, 4, 8 and so on; weights and rates also after an epoch of :meth:`fit`, in an
+                evaluation and before a save.
             BackendError: a rank failed, or the timeout passed.
         """
         try:
@@ -321,9 +322,9 @@ class Trainer:
 
         Returns:
             One dict for each epoch: the mean loss over all ranks' samples or targets and, if the loss counts correct
-            predictions, the accuracy. An ``Objective`` may count them. Cross entropy of class indices counts them, but
-            torch's does not for outputs of more than two dimensions without class weights or an ``ignore_index`` other than
-            -100. With class weights, loss and accuracy use them.
+            predictions, the accuracy. An ``Objective`` may count them. Cross entropy of class indices counts them. The only
+            exception is torch's for outputs of more than two dimensions, unless it has class weights or an ``ignore_index``
+            other than -100. With class weights, loss and accuracy use these weights.
 
         Raises:
             TypeError: a batch is not (inputs, targets).
@@ -553,7 +554,12 @@ class Trainer:
                 average.copy_(own)
 
     def save(self, path: str | Path) -> None:
-        """Write :meth:`state_dict` to one file, on rank 0. Collective. Raises UserError on every rank if that fails."""
+        """Write :meth:`state_dict` to one file, on rank 0. Collective.
+
+        Raises:
+            UserError: on every rank, if the file cannot be written.
+            TypeError: on rank 0, if a file cannot hold a value in the state; the other ranks raise UserError.
+        """
         state = self.state_dict()
         on_rank_zero(self.backend, f"the state in {str(path)!r}", lambda: checkpoint.write(Path(path), state))
 

@@ -39,7 +39,7 @@ class BatchPlan:
                     yield Batch(part, seed)
 
     def passes(self, batch: torch.Tensor) -> list[Sequence[torch.Tensor]]:
-        """Split this rank's parts of a global batch into tensors, one for each backward pass; none for an empty part."""
+        """Split each of this rank's parts of a global batch into one tensor per backward pass; () for an empty part."""
         parts = [share(batch, number, self.parts) for number in self.mine]
         return [part.tensor_split(min(self.accumulate, len(part))) if len(part) else () for part in parts]
 

@@ -222,7 +222,7 @@ class Run:
             if saved is not None:
                 self._restore_best(saved, output.resume_file)
                 assert isinstance(self.trainer.schedule, LambdaLR)
-                # Set the learning rates last: the calls above load saved rates, and this run may have a different --epochs.
+                # Set the learning rates last: the calls above load saved rates, and this run may have a different length.
                 restore_rates(self.trainer.schedule)
             self.attempt.begin(self.folder, self.cursor.step, self.backend, start.settings)
         except BaseException:

@@ -38,7 +38,7 @@ def is_ignored(number: int) -> bool:
 
 
 def install(handlers: Mapping[signal.Signals, Handler]) -> dict[signal.Signals, Any]:
-    """Install the signals' handlers, except for signals that :func:`is_ignored` returns; return the earlier handlers."""
+    """Install the signals' handlers, except for a signal for which :func:`is_ignored` is true; return the earlier ones."""
     return {number: signal.signal(number, handler) for number, handler in handlers.items() if not is_ignored(number)}
 
 

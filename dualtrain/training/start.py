@@ -122,7 +122,7 @@ def _enter(
 
 
 def _find_start(output: OutputSection, settings: Mapping[str, Any], backend: Backend, by: str, *, from_file: bool) -> Start:
-    """Find the newest good checkpoint of the run that any rank sees; print what was found. Collective.
+    """Find the summary of an ended run, or the newest good checkpoint that any rank sees; print what was found. Collective.
 
     Args:
         output: names the run's folder.
