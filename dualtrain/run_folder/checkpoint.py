@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +23,7 @@ import safetensors.torch
 import torch
 
 from dualtrain.backends.wire import as_bytes
-from dualtrain.errors import BackendError, UserError, is_disk_or_network_error, one_line
+from dualtrain.errors import BackendError, UserError, is_disk_or_network_error, is_too_large, one_line
 from dualtrain.files import aside_of, link_whole, names_in, parse_json, readable_path, write_whole
 from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.run_folder.structure import NoTensors, flatten, rebuild
@@ -112,6 +113,7 @@ def load(path: Path) -> dict[str, Any]:
     Raises:
         DamagedError: the file is missing, truncated or changed.
         UserError: the file cannot be read now, but may be good.
+        MemoryError, RuntimeError: there is too little memory; the file may be good.
     """
     try:
         with readable_path(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
@@ -133,9 +135,9 @@ def load(path: Path) -> dict[str, Any]:
         if _may_be_good(error):
             raise UserError(f"{what}: repair the cause, or name another checkpoint", transient=True) from error
         raise DamagedError(what) from error
-    except MemoryError:
-        raise
     except Exception as error:  # safetensors raises errors of many types for bad bytes
+        if _lacks_memory(error):
+            raise
         raise DamagedError(f"checkpoint {str(path)!r} is damaged ({' '.join(str(error).split())[:300]})") from error
     structure = header.get("structure")
     if structure is None:
@@ -153,6 +155,10 @@ def load(path: Path) -> dict[str, Any]:
     return tree
 
 
+def _lacks_memory(error: Exception) -> bool:
+    return is_too_large(error) and not isinstance(error, OverflowError)
+
+
 def _may_be_good(error: OSError) -> bool:
     """Return whether a file that could not be read because of ``error`` may be readable later."""
     return is_disk_or_network_error(error) or error.errno in _NOT_READABLE
@@ -160,12 +166,14 @@ def _may_be_good(error: OSError) -> bool:
 
 @contextmanager
 def fitting(what: str) -> Iterator[None]:
-    """Raise UserError if loading a state fails in the block: the state is of another model, optimizer or version."""
+    """Raise UserError if the block fails to load a state: it is of another model. Errors of memory are not converted."""
     try:
         yield
     except (UserError, BackendError):
         raise
     except Exception as error:
+        if _lacks_memory(error):
+            raise
         reason = one_line(error)[:300] or type(error).__name__
         raise UserError(
             f"{what} does not fit this model and optimizer ({reason}): use the model and optimizer that wrote it"
@@ -249,8 +257,14 @@ def generation_in(path: Path) -> tuple[int, str]:
 
 
 def _header(path: Path) -> dict[str, str]:
-    with readable_path(path) as opened, safetensors.safe_open(opened, framework="pt") as file:
-        return file.metadata() or {}
+    with readable_path(path) as opened:
+        try:
+            with safetensors.safe_open(opened, framework="pt") as file:
+                return file.metadata() or {}
+        except Exception as error:
+            if _lacks_memory(error):  # safe_open maps the whole file into memory
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), str(path)) from error
+            raise
 
 
 def find_step(folders: Iterable[Path], step: int) -> tuple[Path, dict[str, Any]] | None:

@@ -6,9 +6,11 @@ import json
 import os
 import random
 from collections import Counter, namedtuple
+from unittest import mock
 
 import numpy
 import pytest
+import safetensors
 import torch
 
 from dualtrain.errors import UserError
@@ -48,6 +50,30 @@ def test_loading_returns_the_saved_values(tmp_path):
     path = save(tmp_path, 7, TREE)
     assert same(checkpoint.load(path), TREE)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]  # no temporary file is left
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Cannot allocate memory (os error 12)"),
+        RuntimeError("unable to mmap 240000288 bytes from file </proc/self/fd/3>: Cannot allocate memory (12)"),
+    ],
+    ids=["safetensors", "torch"],
+)
+def test_a_checkpoint_that_does_not_fit_into_memory_does_not_count_as_damaged(error, tmp_path, monkeypatch):
+    for step in (1, 2):
+        save(tmp_path, step, {"cursor": {"step": step}})
+    monkeypatch.setattr(safetensors, "safe_open", mock.Mock(side_effect=error))
+    with pytest.raises(type(error), match="allocate memory"):
+        checkpoint.newest_good(tmp_path)
+    with pytest.raises(UserError, match="may be the checkpoint of the best evaluation") as refused:
+        checkpoint.find_step([tmp_path], 2)
+    assert refused.value.transient
+
+
+def test_too_little_memory_is_not_reported_as_a_state_of_another_model():
+    with pytest.raises(torch.OutOfMemoryError), checkpoint.fitting("the state"):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
 def test_the_newest_checkpoints_are_kept(tmp_path):
