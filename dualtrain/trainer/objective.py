@@ -160,7 +160,8 @@ class Adapted:
         A batch of weight 0 has no effect, even if its loss is 0/0.
 
         Raises:
-            TypeError: the callable returns something else.
+            TypeError: the callable returns something else; or, in training, the mean in a pair is not a tensor with one
+                element.
         """
         result: Any = self.loss(outputs, targets)
         if isinstance(result, tuple | list):
@@ -173,18 +174,22 @@ class Adapted:
                     f"the loss returned {len(result)} values, but not the pair of the mean loss and the {len(NAMES)} sums "
                     f"{NAMES}: return the mean loss, or this pair"
                 )
+            if torch.is_grad_enabled():
+                _check_mean(result[0], " as the mean loss")
             loss, sums = result[0], list(map(float, result[1]))
             return (loss, sums) if sums[1] else _without_weight(outputs, loss, sums)
-        if not isinstance(result, torch.Tensor) or result.numel() != 1:
-            got = (
-                f"a tensor of shape {tuple(result.shape)}"
-                if isinstance(result, torch.Tensor)
-                else f"a {type(result).__name__}"
-            )
-            raise TypeError(f"the loss returned {got}: return the mean over the samples, a tensor with one element")
+        _check_mean(result)
         weight = float(self.count(targets))
         sums = [result.item() * weight, weight, NOT_COUNTED, NOT_COUNTED]
         return (result, sums) if weight else _without_weight(outputs, result, sums)
+
+
+def _check_mean(loss: Any, role: str = "") -> None:
+    """Raise TypeError if ``loss`` is not a tensor with one element. ``role`` follows its kind in the message."""
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return
+    got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+    raise TypeError(f"the loss returned {got}{role}: return the mean over the samples, a tensor with one element")
 
 
 def _without_weight(outputs: Any, loss: Any, sums: list[float]) -> tuple[Any, list[float]]:

@@ -180,12 +180,14 @@ def test_a_failing_loss_raises_the_users_error_at_the_users_line(way, virtual):
     [(torch.zeros(3), r"a tensor of shape \(3,\)"), (0.5, "a float"), (None, "a NoneType")],
 )
 def test_a_loss_that_is_not_a_scalar_tensor_is_refused(returned, got):
-    model = nn.Linear(3, 2)
-    with connect("local") as backend:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trainer = Trainer(model, optimizer, lambda outputs, targets: returned, backend=backend)
-        with pytest.raises(TypeError, match=f"the loss returned {got}: return the mean over the samples"):
-            trainer.fit([(torch.zeros(4, 3), torch.zeros(4))])
+    pair = returned, [1.0, 4.0, -1.0, -1.0]
+    for given, role in ((returned, ""), (pair, " as the mean loss")):
+        model = nn.Linear(3, 2)
+        with connect("local") as backend:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            trainer = Trainer(model, optimizer, lambda outputs, targets, given=given: given, backend=backend)
+            with pytest.raises(TypeError, match=f"the loss returned {got}{role}: return the mean over the samples"):
+                trainer.fit([(torch.zeros(4, 3), torch.zeros(4))])
 
 
 def test_torchruns_summary_includes_errors_from_outside_of_user_code(tmp_path, monkeypatch, capsys):
