@@ -140,6 +140,10 @@ def test_early_stop_has_no_effect_if_max_steps_ends_the_run_earlier():
     assert notes("--early-stop", "1", steps=20) == []
 
 
+def test_early_stop_may_have_an_effect_in_a_resumed_run_which_may_have_more_evaluations_than_epochs():
+    assert notes("--early-stop", "2", steps=20, resumed=True) == []
+
+
 def test_checkpoint_epochs_has_no_effect_only_if_the_run_ends_in_its_first_epoch():
     for number in ("2", "12", "13"):
         assert notes("--checkpoint-epochs", number) == []
