@@ -324,7 +324,7 @@ class Trainer:
             One dict for each epoch: the mean loss over all ranks' samples or targets and, if the loss counts correct
             predictions, the accuracy. An ``Objective`` may count them. Cross entropy of class indices counts them. The only
             exception is torch's for outputs of more than two dimensions, unless it has class weights or an ``ignore_index``
-            other than -100. With class weights, loss and accuracy use these weights.
+            other than -100. With class weights, loss and accuracy use these weights. Without samples, values are NaN.
 
         Raises:
             TypeError: a batch is not (inputs, targets).
