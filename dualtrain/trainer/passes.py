@@ -135,7 +135,7 @@ class Passes:
             yield
 
     def load(self, more: torch.Tensor | None = None) -> None:
-        """Write this part's scalars, then the numbers in ``more``, into the buffer that is sent with the gradients."""
+        """Write this part's scalars (with ``piggyback``), then the numbers in ``more``, into ``optimizer.extra``."""
         if self._piggyback:
             StepScalars.LAYOUT.pack_into(self._extra, 0, *self._scalars.values)
         if more is not None:
