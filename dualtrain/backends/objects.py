@@ -23,7 +23,7 @@ from typing import Any
 import numpy
 import torch
 
-from dualtrain.errors import one_line
+from dualtrain.errors import is_too_large, one_line
 
 
 def _numpy_globals() -> list[Any]:
@@ -82,7 +82,7 @@ def encode(obj: Any) -> torch.Tensor:
 
     Raises:
         TypeError: ``obj`` contains an object of a class that is not allowed (see the top of this file), or that cannot be
-            serialized.
+            serialized; or there is not enough memory.
     """
     buffer = io.BytesIO()
     try:
@@ -90,9 +90,11 @@ def encode(obj: Any) -> torch.Tensor:
         data = torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)
         decode(data)
     except Exception as error:  # pickle and the weights-only reader raise many types
+        cure = "send numbers, text, bytes, dates, paths, tensors, numpy arrays, and lists, tuples, sets or dicts of them"
+        if is_too_large(error) and not isinstance(error, OverflowError):
+            cure = "there is not enough memory for a copy of it"
         raise TypeError(
-            f"an object of type {type(obj).__name__} cannot be sent to other ranks ({_reason(error)}): "
-            "send numbers, text, bytes, dates, paths, tensors, numpy arrays, and lists, tuples, sets or dicts of them"
+            f"an object of type {type(obj).__name__} cannot be sent to other ranks ({_reason(error)}): {cure}"
         ) from error
     return data
 

@@ -37,6 +37,7 @@ from dualtrain.backends.sum_order import sum_order
 from dualtrain.backends.wire import average_
 from dualtrain.gradients import GradientReducer
 from dualtrain.on_ranks import on_all_ranks
+from dualtrain.user_code import enough_memory
 from tests.conftest import require_horovod
 from tests.threads import ThreadsBackend, run_threads
 
@@ -749,6 +750,14 @@ def test_a_view_is_sent_without_the_rest_of_its_memory():
     assert len(objects.encode([memory[:1], torch.nn.Parameter(memory[1:2])])) < 10_000
     first, second = objects.decode(objects.encode([memory, memory]))
     assert first.data_ptr() == second.data_ptr()  # tensors that share all of their memory still share it
+
+
+def test_too_little_memory_for_an_object_is_reported_as_such():
+    with mock.patch.object(torch, "save", side_effect=MemoryError), connect("local") as backend:
+        with pytest.raises(TypeError, match=r"cannot be sent .* \(MemoryError\): there is not enough memory"):
+            backend.broadcast_object([1])
+        with pytest.raises(UserError, match=r"^too large for this machine .* not enough memory"), enough_memory("cure"):
+            backend.broadcast_object([1])
 
 
 def refuse_objects(backend):
