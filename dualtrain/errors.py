@@ -182,3 +182,8 @@ def is_too_large(error: BaseException) -> bool:
     if not isinstance(error, RuntimeError | TypeError):
         return False
     return _TOO_LARGE.search(first_line(error)) is not None
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether the cause of an error is too little memory; false for an OverflowError, which has other causes too."""
+    return is_too_large(error) and not isinstance(error, OverflowError)

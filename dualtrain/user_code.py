@@ -15,7 +15,15 @@ from typing import Any
 
 import torch
 
-from dualtrain.errors import BackendError, UserError, first_line, is_disk_or_network_error, is_too_large, one_line
+from dualtrain.errors import (
+    BackendError,
+    UserError,
+    first_line,
+    is_disk_or_network_error,
+    is_too_large,
+    lacks_memory,
+    one_line,
+)
 from dualtrain.torchvision_shim import with_torchvision_shim
 
 _LONGEST = 400  # characters of an exception's message in one line
@@ -89,7 +97,7 @@ def user_code(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         reason = f"{what} failed: {in_one_line(error)}"
-        if is_too_large(error) and not isinstance(error, OverflowError):
+        if lacks_memory(error):
             reason = f"{what} is too large for this machine ({first_line(error)}): make it smaller"
         raise UserError(reason, trace=user_traceback(error), transient=is_disk_or_network_error(error)) from error
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy
 import torch
 
-from dualtrain.errors import is_too_large, one_line
+from dualtrain.errors import lacks_memory, one_line
 
 
 def _numpy_globals() -> list[Any]:
@@ -91,7 +91,7 @@ def encode(obj: Any) -> torch.Tensor:
         decode(data)
     except Exception as error:  # pickle and the weights-only reader raise many types
         cure = "send numbers, text, bytes, dates, paths, tensors, numpy arrays, and lists, tuples, sets or dicts of them"
-        if is_too_large(error) and not isinstance(error, OverflowError):
+        if lacks_memory(error):
             cure = "there is not enough memory for a copy of it"
         raise TypeError(
             f"an object of type {type(obj).__name__} cannot be sent to other ranks ({_reason(error)}): {cure}"

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parameter import is_lazy
 
-from dualtrain.errors import UserError
+from dualtrain.errors import UserError, lacks_memory
 from dualtrain.files import open_regular, or_nothing, parse_json, readable_path
 from dualtrain.state import is_extra_state, weights_sha256
 from dualtrain.torchvision_shim import torchvision
@@ -88,12 +88,14 @@ def read_state(file: str) -> dict[str, torch.Tensor]:
 def read_safetensors(file: str | Path) -> dict[str, torch.Tensor]:
     """Read the names and tensors of a safetensors file. If its header has their hash, verify it.
 
-    Raises OSError, or ValueError if the file is damaged.
+    Raises OSError, ValueError if the file is damaged, or MemoryError or RuntimeError if memory is too small.
     """
     with readable_path(file) as path:
         try:
             tensors, wanted = safetensors.torch.load_file(path), record_in(path).get("weights_sha256")
         except Exception as error:  # a damaged file can make load_file raise almost any exception
+            if lacks_memory(error):
+                raise
             raise ValueError(str(error)) from error
     if wanted is not None and wanted != weights_sha256(tensors):
         raise DamagedWeightsError("its content does not match its hash")

@@ -23,7 +23,7 @@ import safetensors.torch
 import torch
 
 from dualtrain.backends.wire import as_bytes
-from dualtrain.errors import BackendError, UserError, is_disk_or_network_error, is_too_large, one_line
+from dualtrain.errors import BackendError, UserError, is_disk_or_network_error, lacks_memory, one_line
 from dualtrain.files import aside_of, link_whole, names_in, parse_json, readable_path, write_whole
 from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.run_folder.structure import NoTensors, flatten, rebuild
@@ -136,7 +136,7 @@ def load(path: Path) -> dict[str, Any]:
             raise UserError(f"{what}: repair the cause, or name another checkpoint", transient=True) from error
         raise DamagedError(what) from error
     except Exception as error:  # safetensors raises errors of many types for bad bytes
-        if _lacks_memory(error):
+        if lacks_memory(error):
             raise
         raise DamagedError(f"checkpoint {str(path)!r} is damaged ({' '.join(str(error).split())[:300]})") from error
     structure = header.get("structure")
@@ -155,10 +155,6 @@ def load(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _lacks_memory(error: Exception) -> bool:
-    return is_too_large(error) and not isinstance(error, OverflowError)
-
-
 def _may_be_good(error: OSError) -> bool:
     """Return whether a file that could not be read because of ``error`` may be readable later."""
     return is_disk_or_network_error(error) or error.errno in _NOT_READABLE
@@ -172,7 +168,7 @@ def fitting(what: str) -> Iterator[None]:
     except (UserError, BackendError):
         raise
     except Exception as error:
-        if _lacks_memory(error):
+        if lacks_memory(error):
             raise
         reason = one_line(error)[:300] or type(error).__name__
         raise UserError(
@@ -262,7 +258,7 @@ def _header(path: Path) -> dict[str, str]:
             with safetensors.safe_open(opened, framework="pt") as file:
                 return file.metadata() or {}
         except Exception as error:
-            if _lacks_memory(error):  # safe_open maps the whole file into memory
+            if lacks_memory(error):  # safe_open maps the whole file into memory
                 raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM), str(path)) from error
             raise
 

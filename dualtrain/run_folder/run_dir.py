@@ -203,7 +203,10 @@ def step_of(path: Path) -> int | None:
 
 
 def has_weights(path: Path, step: int) -> bool:
-    """Return whether a file holds the weights of ``step``, undamaged. Reads the whole file."""
+    """Return whether a file holds the weights of ``step``, undamaged. Reads the whole file.
+
+    Raises MemoryError or RuntimeError if memory is too small.
+    """
     if step_of(path) != step:
         return False
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -201,6 +202,15 @@ def test_files_without_weights_are_refused(tmp_path, name, content):
     with pytest.raises(UserError, match="--weights") as refusal:
         build("convnet", (1, 8, 8), 10, weights=str(file))
     assert "\n" not in str(refusal.value)
+
+
+def test_a_weights_file_that_does_not_fit_into_memory_is_not_reported_as_damaged(tmp_path, monkeypatch):
+    file = tmp_path / "w.safetensors"
+    safetensors.torch.save_file(build("convnet", (1, 8, 8), 10).state_dict(), file)
+    error = RuntimeError("unable to mmap 240000080 bytes from file </proc/self/fd/3>: Cannot allocate memory (12)")
+    monkeypatch.setattr(safetensors.torch, "load_file", mock.Mock(side_effect=error))
+    with pytest.raises(RuntimeError, match="Cannot allocate memory"):
+        build("convnet", (1, 8, 8), 10, weights=str(file))
 
 
 def test_published_weights_fill_all_layers_except_a_head_of_another_size(hub):
