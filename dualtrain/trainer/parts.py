@@ -25,7 +25,7 @@ Evaluation = Tensors | Iterable[Sequence[torch.Tensor]] | None
 
 
 def passes_of(batches: ShardBatches | Evaluation) -> Iterable[Tensors]:
-    """Return the batches of one part, one for each pass; a single batch may be a tuple or a list."""
+    """Return the batches of one part, one for each pass. The argument may also be one batch: a tuple or a list."""
     if batches is None:
         return ()
     if isinstance(batches, tuple | list) and len(batches) == 2 and isinstance(batches[0], torch.Tensor):

@@ -216,7 +216,8 @@ class Trainer:
                 :class:`~dualtrain.trainer.fixed_state.FixedState`), or calls ``dualtrain.functional`` while the numbers of
                 ranks and shards differ.
             DivergedError: on every rank, before the optimizer steps, if a loss is infinite or not a number, or if, with
-                ``compress="fp16"``, gradients do not fit into fp16.
+                ``compress="fp16"``, gradients do not fit into fp16. (With ``amp="fp16"`` too, the GradScaler skips the step
+                instead.)
             RanksDifferError: on every rank, if weights, learning rates or ``expected`` differ between ranks. They are
                 compared after steps 1, 2, 4, 8 and so on; weights and rates also after an epoch of :meth:`fit`, in an
                 evaluation and before a save.
@@ -443,8 +444,9 @@ class Trainer:
         Raises:
             TypeError: a batch is not (inputs, targets).
             UserError: with ``ema``, the names or shapes of the model's parameters have changed.
-            ValueError: with virtual ranks, ``batches`` does not have one entry for each of :attr:`shards`.
-            RanksDifferError: on every rank, if the ranks' weights differ.
+            ValueError: with virtual ranks, ``batches`` does not have one entry for each of :attr:`shards`; or ``objective``
+                is a loss of torch with ``reduction="sum"`` or ``"none"``.
+            RanksDifferError: on every rank, if the ranks' weights or learning rates differ.
             BackendError: the ranks' buffers differ in names or shapes, a rank failed, or the timeout passed.
         """
         self._compare_weights()
