@@ -328,6 +328,28 @@ def test_a_different_sum_on_one_rank_is_an_error_on_every_rank(name, count):
         )
 
 
+def done_after_a_failure(backend):
+    """Start different sums. Return whether ``done`` is True on rank 0, which starts its sum before the other rank."""
+    library, backend = backend, share_memory(backend, (0,) * backend.size)
+    if backend.rank == 0:
+        work = backend.start_sum(torch.ones(3), "t")
+        assert not work.done()
+        library.exchange([0])
+        library.exchange([1])
+        assert work.done()
+        with pytest.raises(BackendError, match="the ranks are in different operations"):
+            work.wait()
+    else:
+        library.exchange([0])
+        with suppress(BackendError):
+            backend.start_sum(torch.ones(3), "u")
+        library.exchange([1])
+
+
+def test_a_failed_sum_is_done_and_raises_in_wait():
+    run_threads(2, done_after_a_failure)
+
+
 def many_pending(backend, count):
     backend = share_memory(backend, (0,) * backend.size)
     buffers = [backend.new_buffer(count, torch.float32, CPU) for _ in range(150)]

@@ -27,13 +27,16 @@ class Memory(Protocol):
 
     @property
     def failed(self) -> bool:
-        """Return whether an operation has failed, so that all later ones fail too."""
+        """Return whether later operations fail: an earlier one failed or was interrupted, or the memory is closed."""
 
     def is_short(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is so short that every rank computes its whole reduction."""
 
     def advance(self, until: Reduction | None = None) -> None:
         """Advance operations without blocking; with ``until``, block until that operation has ended."""
+
+    def progress(self) -> int:
+        """Advance operations without blocking, and return how many are left unfinished. Raises no error of an operation."""
 
     def post_ready(self, work: Reduction) -> None:
         """Post that this rank's values for ``work`` are in its buffer."""
@@ -81,7 +84,7 @@ class Reduction(Work[None]):
 
     def done(self) -> bool:
         if not self.ended:
-            self._memory.advance()
+            self._memory.progress()
         return self.ended or self._memory.failed
 
     def progress(self, block: bool) -> bool:
