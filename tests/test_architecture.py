@@ -51,7 +51,7 @@ TOP_LEVEL += ["functions", "spark", "ray"]
 #: The files of some packages by layer, from bottom to top. Each file imports from lower layers only.
 LAYERS = {
     "rendezvous": [
-        {"hosts", "http_store", "connection", "key_value_store"},
+        {"hosts", "http_store", "connection", "key_value_store", "horovodrun_server"},
         {"store", "reachability", "left_over"},
         {"meeting_point", "placement", "session"},
     ],

@@ -12,8 +12,6 @@ import os
 import secrets
 import socket
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -24,6 +22,7 @@ from typing import Any, TypeVar
 from dualtrain.errors import UserError
 from dualtrain.launchers import World
 from dualtrain.processes import start_thread
+from dualtrain.rendezvous.horovodrun_server import agree_on_prefix, get, put, server
 from dualtrain.rendezvous.hosts import address, identity, is_loopback
 from dualtrain.rendezvous.left_over import refuse_left_over
 from dualtrain.rendezvous.store import Store, StoreServer, dial, listen, serve
@@ -230,24 +229,25 @@ def reserve(single_host: bool) -> Meeting:
     return where, secrets.token_hex(32)
 
 
-#: Opens a URL without a proxy: a proxy cannot reach the job's own server, and must not see its secret.
-_open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
-
-
-@cache
 def _meet_by_server(world: World, timeout: float) -> Meeting:
-    if world.rank == 0:
-        (host, port), secret = reserve(world.single_host)
-        _put_on_server(world, "meeting-point", f"{host} {port} {secret}")
-        return (host, port), secret
     deadline = time.monotonic() + timeout
-    answer = _get_from_server(world, "meeting-point", deadline)
+    prefix = agree_on_prefix(world, deadline)
+    if world.rank == 0:
+        (host, port), secret = _reserved_for(world)
+        put(world, f"{prefix}-meeting-point", f"{host} {port} {secret}")
+        return (host, port), secret
+    answer = None if prefix is None else get(world, f"{prefix}-meeting-point", deadline + _REFUSAL_SECONDS)
     if answer is None:
         raise UserError(
             f"rank 0 put no address on horovodrun's server within {timeout:g} s: check that all processes were started"
         )
     host, number, secret = answer.split()
     return (host, int(number)), secret
+
+
+@cache
+def _reserved_for(world: World) -> Meeting:
+    return reserve(world.single_host)
 
 
 def names_by_server(world: World, timeout: float, name: str) -> list[str]:
@@ -265,10 +265,10 @@ def names_by_server(world: World, timeout: float, name: str) -> list[str]:
     """
     if world.launcher != "horovodrun --gloo" or world.name or world.size == 1 or os.environ.get("HOROVOD_ELASTIC") == "1":
         return []
-    if _server() in _COMPARED:
+    if server() in _COMPARED:
         return []
     names = _exchange_by_server(world, timeout, "backend", name)
-    _COMPARED.add(_server())
+    _COMPARED.add(server())
     if len(set(names)) > 1:
         with suppress(UserError):
             _exchange_by_server(world, _REFUSAL_SECONDS, "refused", "-")
@@ -276,15 +276,14 @@ def names_by_server(world: World, timeout: float, name: str) -> list[str]:
 
 
 def _exchange_by_server(world: World, timeout: float, key: str, value: str) -> list[str]:
-    """Gather every rank's ``value`` (without spaces): rank 0 reads all values and puts the list on the server."""
+    """Gather every rank's ``value`` (without spaces) in rank order. Collective; blocks.
+
+    Raises:
+        UserError: a rank did not join in time, or the server does not answer.
+    """
     deadline = time.monotonic() + timeout
-    _put_on_server(world, f"{key}-{world.rank}", value)
-    if world.rank == 0:
-        values = [_get_from_server(world, f"{key}-{rank}", deadline) for rank in range(world.size)]
-        missing = [rank for rank, each in enumerate(values) if each is None]
-        # The other ranks wait for ``key``, so set it even if a rank is missing: its value then names the missing rank.
-        _put_on_server(world, key, " ".join(each or "-" for each in values) if not missing else f"missing {missing[0]}")
-    gathered = (_get_from_server(world, key, deadline + _REFUSAL_SECONDS) or "missing 0").split()
+    prefix = agree_on_prefix(world, deadline)
+    gathered = ["missing", "0"] if prefix is None else _gather_by_server(world, deadline, f"{prefix}-{key}", value)
     if gathered[0] == "missing":
         raise UserError(
             f"rank {gathered[1]} of {world.size} did not join within {timeout:g} s: check that all processes were started"
@@ -292,31 +291,12 @@ def _exchange_by_server(world: World, timeout: float, key: str, value: str) -> l
     return gathered
 
 
-def _server() -> str:
-    return f"{os.environ['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{os.environ['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
-
-
-def _put_on_server(world: World, key: str, value: str) -> None:
-    request = urllib.request.Request(f"http://{_server()}/dualtrain/{key}", value.encode(), method="PUT")
-    try:
-        _open(request, timeout=30).close()
-    except OSError as error:
-        raise _no_answer(world, error) from error
-
-
-def _get_from_server(world: World, key: str, deadline: float) -> str | None:
-    """Return the value of ``key``, or ``None`` if it is not set by ``deadline``."""
-    while True:
-        try:
-            with _open(f"http://{_server()}/dualtrain/{key}", timeout=30) as answer:
-                return str(answer.read().decode())
-        except OSError as error:
-            if not isinstance(error, urllib.error.HTTPError) or error.code != 404:
-                raise _no_answer(world, error) from error
-        if time.monotonic() > deadline:
-            return None
-        time.sleep(0.02)
-
-
-def _no_answer(world: World, error: OSError) -> UserError:
-    return UserError(f"horovodrun's server {_server()} does not answer rank {world.rank} ({error}): check that it runs")
+def _gather_by_server(world: World, deadline: float, key: str, value: str) -> list[str]:
+    """Return every rank's ``value``; or "missing" and a rank's number, if this rank put no value by ``deadline``."""
+    put(world, f"{key}-{world.rank}", value)
+    if world.rank == 0:  # read all values, and put the list on the server
+        values = [get(world, f"{key}-{rank}", deadline) for rank in range(world.size)]
+        missing = [rank for rank, each in enumerate(values) if each is None]
+        # The other ranks wait for ``key``, so set it even if a rank is missing: its value then names the missing rank.
+        put(world, key, " ".join(each or "-" for each in values) if not missing else f"missing {missing[0]}")
+    return (get(world, key, deadline + _REFUSAL_SECONDS) or "missing 0").split()

@@ -227,6 +227,29 @@ def test_a_rank_that_does_not_reach_horovodruns_server_is_named(tmp_path):
         assert "rank 2 of 3 did not join within 1 s: check that all" in refusal(end.stderr)
 
 
+MEETS_BY_SERVER = """
+import os, sys, time
+from dualtrain import connect
+from dualtrain.launchers import detect_world
+from dualtrain.rendezvous.meeting_point import names_by_server
+if os.environ["HOROVOD_RANK"] == sys.argv[2]:
+    time.sleep(1)  # the other rank must not use what an earlier program has left on the server
+assert names_by_server(detect_world(), 60, sys.argv[1]) == [sys.argv[1]] * 2
+for timeout in (60, 50):
+    if os.environ["HOROVOD_RANK"] == "0":
+        time.sleep(1)  # rank 1 must not use an address that is out of date
+    with connect("torch", timeout=timeout) as backend:
+        print(backend.allgather_object(backend.rank))
+"""
+
+
+def test_programs_may_use_horovodruns_server_one_after_another(tmp_path):
+    with horovodrun(2) as ranks:
+        for name, late in (("torch", "0"), ("horovod", "1"), ("torch", "0")):
+            for end in run_ranks(ranks, ("-c", MEETS_BY_SERVER, name, late), tmp_path, env=ENV):
+                assert end.stdout == "[0, 1]\n" * 2, end.stderr
+
+
 def test_within_raises_at_its_timeout_and_passes_on_results_and_errors():
     released = threading.Event()
     with pytest.raises(UserError, match=r"MPI did not start within 0.01 s: .*give the same --backend to all"):
