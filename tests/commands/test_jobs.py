@@ -49,6 +49,28 @@ def test_a_killed_rank_is_named_and_the_other_stops(backend, tmp_path):
             rank.kill()
 
 
+KILLED_EARLY = """
+import os, signal, sys, time
+import dualtrain.main as main
+
+train = main._train
+def train_later(config, backend):
+    if backend.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    backend.watch.wait_for_report(60)
+    return train(config, backend)
+
+main._train = train_later
+sys.exit(main.main([]))
+"""
+
+
+def test_a_rank_that_is_killed_before_the_training_is_named_once(tmp_path):
+    first, second = run_ranks(2, ("-c", KILLED_EARLY), tmp_path, env=ENV)
+    assert (first.returncode, second.returncode) == (1, -signal.SIGKILL)
+    assert first.stderr.count("(rank 0 of 2): stopping, since rank 1 died") == 1
+
+
 # A model whose construction is interrupted on the ranks that the environment variable INTERRUPTED lists.
 INTERRUPTED = """
 import os, signal, time
