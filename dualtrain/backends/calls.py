@@ -36,8 +36,8 @@ os.register_at_fork(after_in_child=_count_fork)
 class Calls(Primitives):
     """Primitives, and the order in which this rank makes collective calls.
 
-    A method of a subclass passes a function to ``_now``, which blocks, or to ``_later``, which does not. This function
-    compares the calls of the ranks (``agreement.py``), and then starts primitives.
+    A method of a subclass passes a function to ``_now``, which blocks, or to ``_later``, which does not. The passed
+    function compares the calls of the ranks (``agreement.py``), and then starts primitives.
     """
 
     def __init__(self, world: World, device: torch.device, timeout: float) -> None:

@@ -51,7 +51,7 @@ class Backend(Reductions, ObjectCalls):
     thread its own backend, which :meth:`channel` returns. A call raises BackendError if a blocking call of a different
     thread is running. If some ranks make a call in the thread that made this backend, and others make it in a different
     thread, the call raises BackendError on every rank. Backward passes may run at the same time as calls. In a process that
-    was forked from a rank, such as a data worker, calls raise BackendError.
+    was forked from one of several ranks, such as a data worker, calls raise BackendError.
 
     Attributes:
         device: where this rank's tensors are, as chosen by ``connect``.

@@ -280,7 +280,7 @@ def _take_device(backend: Backend) -> None:
     """Choose this rank's GPU by its local rank, unless the user chose one, and make it the current GPU.
 
     Raises:
-        UserError: the transport is NCCL, and two ranks of a host have the same GPU.
+        UserError: the transport is NCCL, and another rank of this host has the same GPU.
     """
     own = [0, 0]
     if backend.device.type == "cuda":

@@ -21,7 +21,7 @@ from dualtrain.rendezvous.meeting_point import names_by_server, within
 from dualtrain.rendezvous.placement import SAME_BACKEND
 
 #: Function that makes the job's store and finds out where each rank runs. Its arguments are the world, the timeout, the
-#: backend's name, and the reason why this host cannot be used (``None`` if it can be used).
+#: backend's name, and the reason why this host cannot be used together with other hosts (``None`` if it can).
 Meet = Callable[[World, float, str, str | None], tuple[KeyValueStore, World]]
 #: Gloo's timeout in Horovod is this much longer than the backend's: Gloo's error names no rank, the backend's does.
 _GLOO_SECONDS_MORE = 3

@@ -27,7 +27,8 @@ class ObjectCalls(Movement):
 
         Raises:
             ValueError: ``root`` is not a rank of this backend.
-            TypeError: on the root, if the object holds anything else; the other ranks raise BackendError.
+            TypeError: ``root`` is not an integer; or, on the root, the object holds anything else. (In the second case, the
+                other ranks raise BackendError.)
             BackendError: as :meth:`allreduce`.
         """
         return self._now("broadcast_object", name, partial(self._broadcast_object, obj, root, name))

@@ -38,10 +38,11 @@ def _with_default(factory: Any, items: dict[Any, Any]) -> collections.defaultdic
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler whose output can be read in weights-only mode, and contains no unused parts of storages.
+    """Pickler whose output can be read in weights-only mode.
 
-    It writes defaultdict and deque as calls of constructors, since weights-only mode cannot add items to them. It copies a
-    tensor that uses only a part of its storage, since torch would write the whole storage.
+    It writes defaultdict and deque as calls of constructors, since weights-only mode cannot add items to them. If a tensor
+    uses only a part of its storage, and the user has set no attributes on it, it is copied, since torch would write the
+    whole storage.
     """
 
     def reducer_override(self, obj: Any) -> Any:

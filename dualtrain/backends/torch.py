@@ -238,7 +238,7 @@ class TorchBackend(Backend):
 
     Raises:
         UserError: the processes cannot connect to each other.
-        BackendError: a rank failed after it had connected.
+        BackendError: a rank did not connect to rank 0 in time, or failed after it had connected.
     """
 
     name = "torch"
@@ -248,7 +248,8 @@ class TorchBackend(Backend):
     _native: dist.Store | None = None  # see ``_native_store``
     _nccl: Any = None  # the process group for tensors on GPUs; ``None`` before the first one
     _nccl_sums = 0  # how many sums of gradients were started in that group
-    _buffers: CallBuffers | None = None  # for the next comparison of calls; ``None`` if the last one has not ended
+    #: Buffers for the next comparison of calls; ``None`` before the first one, and if the last one has not ended.
+    _buffers: CallBuffers | None = None
 
     def __init__(self, world: World, device: torch.device, timeout: float, store: dist.Store, placed: World) -> None:
         super().__init__(world, device, timeout)
@@ -267,6 +268,7 @@ class TorchBackend(Backend):
 
         Raises:
             UserError: the processes cannot connect to each other.
+            BackendError: a rank did not connect to rank 0 in time, or rank 0 cannot listen.
         """
         self._store = store
         self._groups: list[Any] = []
@@ -366,7 +368,7 @@ class TorchBackend(Backend):
             raise self.failure(what, error) from error
 
     def _group_of(self, tensor: torch.Tensor) -> Any:
-        """Return the process group for checked calls on ``tensor``. Collective for the first GPU tensor."""
+        """Return the process group for checked calls on ``tensor``. Collective, and blocks, for the first GPU tensor."""
         if tensor.is_cpu:
             return self._calls
         refuse_other_devices(tensor)
@@ -376,7 +378,7 @@ class TorchBackend(Backend):
         return self._nccl
 
     def _group_of_sums(self, tensor: torch.Tensor) -> Any:
-        """Return the process group for a sum of gradients. Collective for the first GPU tensor."""
+        """Return the process group for a sum of gradients. Collective, and blocks, for the first GPU tensor."""
         if tensor.is_cpu:
             return self._sums
         group = self._group_of(tensor)

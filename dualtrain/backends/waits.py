@@ -181,8 +181,8 @@ class Waits:
         """Return the result of ``call``, which makes collective calls.
 
         If an exception such as KeyboardInterrupt stops ``call``, the other ranks may already have their results, or may
-        still wait for this rank. Later calls of this rank would not match theirs. So each later call raises BackendError,
-        and the first one also reports the interruption to the other ranks.
+        still wait for this rank. Later calls of this rank would not match theirs. So if there are other ranks, each later
+        call raises BackendError, and the first one also reports the interruption to them.
 
         Raises:
             BackendError: an earlier call was stopped, or another thread is in a call.

@@ -52,7 +52,8 @@ class Watch:
     Attributes:
         failure: the first known failure; if it is quiet, the first failure that is not quiet replaces it.
         left: the quiet failure of each rank that has left the job normally.
-        on_peer_failure: called once, in the watch's thread, with the first failure that is not quiet.
+        on_peer_failure: called once, in the watch's thread, with the first failure that is not quiet. It is not called if
+            this failure is recorded before the attribute is set.
         waiting: for each rank, the operations for which it has reported a long wait that has not ended, or a failed wait.
             Rank 0 also sends each report back to its sender. So a rank other than 0 finds its own wait here, as long as
             rank 0's process does not hang.

@@ -225,7 +225,7 @@ def open_control_channel(ranks: Ranks, address: str, name: str) -> list[Connecti
     Args:
         ranks: broadcasts the address and the secret.
         address: rank 0's address on the interface through which the other ranks reach it.
-        name: shown in errors.
+        name: shown in errors; also the name of the broadcast.
 
     Raises:
         BackendError: a rank did not connect within the timeout, or rank 0 cannot be reached or cannot listen at

@@ -29,7 +29,8 @@ from dualtrain.rendezvous.store import Store, StoreServer, dial, listen, serve
 
 #: Sockets that :func:`reserve` opened and on which no store is served yet, by (host, port).
 _RESERVED: dict[tuple[str, int], socket.socket] = {}
-#: The stores that this process has joined, by (host, port, name of the world, size of the world).
+#: The stores that this process has joined, by (host, port, name of the world, size of the world). The name is empty, and
+#: the size 0, if a parent process of a rank serves the store.
 _JOINED: dict[tuple[str, int, str, int], Store] = {}
 #: The module mpi4py.MPI, if this module has initialized MPI.
 _initialized: list[Any] = []

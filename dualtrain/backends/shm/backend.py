@@ -120,6 +120,7 @@ class SharedMemoryBackend(DelegatingBackend):
     Raises:
         UnsharedError: on every rank, if the ranks of a host cannot share memory, or the hosts have unequal rank counts.
         BackendError: a rank or the connections between the hosts failed.
+        ValueError: there are several hosts, and the groups of ranks between them cannot be made.
     """
 
     transport = "shm"

@@ -221,7 +221,9 @@ class SharedMemory:
         """Gather every rank's ``numbers``, through memory if all ranks are on this host and there are few numbers. Blocks.
 
         Raises:
-            BackendError: on all ranks, if their ``numbers`` differ in length, since they then make different calls.
+            BackendError: the wait for another rank failed, an earlier operation failed, or the ranks' ``numbers`` differ in
+                length, since they then make different calls. If all ranks are on this host, the last error is raised on
+                every rank.
         """
         gathered = self._exchange_here(numbers) if self._across is None else None
         if gathered is None:
