@@ -79,7 +79,7 @@ class World:
         object.__setattr__(self, "rank", int(self.rank))
         object.__setattr__(self, "size", int(self.size))
         match self.rendezvous:
-            case (str() as host, Integral() as port) if 0 < port < 65536:
+            case (str() as host, Integral() as port) if 0 < port < 65536 and _can_be_host(host):
                 object.__setattr__(self, "rendezvous", (host, int(port)))
             case _ if self.rendezvous is not None and self.size > 1:  # a single rank needs no address
                 raise UserError(
@@ -126,6 +126,15 @@ _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")  # the name is a part
 _SRUN_PORTS = 16
 
 
+def _can_be_host(text: str) -> bool:
+    """Return whether the socket functions accept ``text`` as a host. They raise UnicodeError for a text such as "a..b"."""
+    try:
+        text.encode("idna")
+    except UnicodeError:
+        return False
+    return True
+
+
 class _Variables:
     """A launcher's environment variables; records those that were read, as evidence."""
 
@@ -168,6 +177,10 @@ class _Variables:
         host = self.text("MASTER_ADDR")
         if host is None:
             return None
+        if not _can_be_host(host):
+            raise UserError(
+                f"MASTER_ADDR={host!r} is not the name or the address of a host: set it to rank 0's, the same on all ranks"
+            )
         port = self.number("MASTER_PORT")
         if not 0 < port < 65536:
             raise UserError(

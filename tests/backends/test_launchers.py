@@ -265,7 +265,10 @@ def test_a_rank_outside_a_world_made_by_the_program_is_refused():
         World(2, 2)
 
 
-@pytest.mark.parametrize("rendezvous", [("a", "29500"), ("a", 0), ("a", 65536), "a:29500", (None, 29500), ("a", 1, 2)])
+NO_ADDRESSES = [("a", "29500"), ("a", 0), ("a", 65536), ("a..b", 1), "a:29500", (None, 29500), ("a", 1, 2)]
+
+
+@pytest.mark.parametrize("rendezvous", NO_ADDRESSES)
 def test_a_rendezvous_that_is_not_an_address_is_refused(rendezvous):
     with pytest.raises(UserError, match="is not an address: give World the host of rank 0 as text, and a port from 1 to"):
         World(0, 2, rendezvous=rendezvous)

@@ -59,6 +59,10 @@ ALONE = {
         "environment gave rank 5 in a world of 2 (RANK=5 WORLD_SIZE=2",
     ),
     "the port is too large": (rank(0, MASTER_ADDR="127.0.0.1", MASTER_PORT=99999), "MASTER_PORT=99999 is not a port: "),
+    "the host's name is invalid": (
+        rank(0, MASTER_ADDR="host..example", MASTER_PORT=29500),
+        "MASTER_ADDR='host..example' is not the name or the address of a host: ",
+    ),
     "there is no address": (rank(0), "the torch backend has no address to meet the other process at: "),
     "there is no server": (
         rank(1, MASTER_ADDR="127.0.0.1", MASTER_PORT=9),
