@@ -156,7 +156,8 @@ class Backend(Reductions, ObjectCalls):
 
         Otherwise as :meth:`start_allreduce`. Does not block. Sums are matched only with sums: a rank may start a sum before
         a call of a different method, and another rank may start it after that call. (With NCCL, the order must be the same
-        on all ranks.) If ``tensor`` comes from :meth:`new_buffer` on one rank, it must do so on every rank.
+        on all ranks. With Horovod, no unfinished operation may have the same ``name``.) If ``tensor`` comes from
+        :meth:`new_buffer` on one rank, it must do so on every rank.
         """
         work = self.gradient_path.start_allreduce(tensor, ReduceOp.SUM, name)
         if factor == 1:
