@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
-from dualtrain import BackendError, PeerFailedError, ReduceOp
+from dualtrain import BackendError, PeerFailedError, PeerFailure, ReduceOp
 from dualtrain.backends import factory
 from dualtrain.backends.base import FOLD
 from dualtrain.backends.comparison import agree_on_list
@@ -175,8 +175,10 @@ def late(backend):
         time.sleep(2.0)
         return
     work = backend.start_sum(tensor, "t")
-    with pytest.raises(BackendError, match=r"sum of 't' \(waiting for rank 0\) failed on rank \d of \d: waited 1 s"):
+    message = r"sum of 't' \(waiting for rank 0\) failed on rank \d of \d: waited 1 s"
+    with pytest.raises(BackendError, match=message) as caught:
         work.wait()
+    assert isinstance(caught.value.__cause__, TimeoutError)
     assert work.done()
     with pytest.raises(BackendError, match="waited 1 s"):
         work.wait()
@@ -224,6 +226,29 @@ def interrupted(backend, count):
 @pytest.mark.parametrize("count", [3, 300001])
 def test_after_an_interruption_within_a_sum_all_later_sums_fail_on_every_rank(count):
     run_threads(2, interrupted, count)
+
+
+def fails_after_a_peer(backend):
+    """Raise an error in a sum on rank 0, which knows at this moment that the other rank has failed."""
+    library, backend = backend, share_memory(backend, (0,) * backend.size)
+    if backend.rank:
+        backend.start_sum(torch.ones(3), "t")
+    library.exchange([0])
+    if backend.rank == 0:
+        failed = PeerFailedError("rank 1 died", PeerFailure(1, "died"))
+        with (
+            mock.patch.object(backend.sums, "_check_tags", side_effect=RuntimeError),
+            mock.patch.object(library, "failure", side_effect=failed),
+            pytest.raises(PeerFailedError),
+        ):
+            backend.start_sum(torch.ones(3), "t")
+        with pytest.raises(PeerFailedError, match="rank 1 died"):
+            backend.start_sum(torch.ones(3), "later")
+    library.exchange([1])
+
+
+def test_after_an_error_in_a_sum_and_the_failure_of_a_rank_all_later_sums_fail():
+    run_threads(2, fails_after_a_peer)
 
 
 def late_for_the_comparison(backend):

@@ -206,7 +206,7 @@ class SharedMemory:
                         return
                     self._pending.popleft()
                 except Exception as error:
-                    raise self._fail(what, error) from error
+                    self._fail_by(what, error)
                 except BaseException as error:
                     if not self._sleeping:
                         self._interrupted = what, error.__class__
@@ -247,7 +247,7 @@ class SharedMemory:
                 for need in self._posts[_VECTOR]:
                     need(True)
             except Exception as error:
-                raise self._fail(COMPARING, error) from error
+                self._fail_by(COMPARING, error)
             except BaseException as error:
                 self._interrupted = COMPARING, error.__class__
                 self._tags[self.rank][_INTERRUPTED_AT] = 1
@@ -388,17 +388,32 @@ class SharedMemory:
     def _map(self, nbytes: int, prepare: Callable[[torch.Tensor], None] = lambda memory: None) -> torch.Tensor:
         return map_on_host(self._exchange, self._library.hosts, self._library.rank, nbytes, prepare)
 
-    def _fail(self, what: str, error: Exception) -> BackendError:
+    def _fail_by(self, what: str, error: Exception) -> NoReturn:
+        """Raise the BackendError for ``error`` in the operation ``what``, and fail all pending and later operations."""
+        if isinstance(error, PeerFailedError) or (isinstance(error, BackendError) and error.__cause__ is not None):
+            self._fail(error)
+            raise error
+        if isinstance(error, BackendError):
+            # Give the error a cause: ``abandon`` assumes that all ranks raise an error without one.
+            failure = BackendError(str(error))
+        else:
+            try:
+                failure = self._library.failure(what, error)
+            except PeerFailedError as peer_failed:
+                failure = peer_failed
+        self._fail(failure)
+        raise failure from error
+
+    def _fail(self, failure: BackendError) -> None:
         """Fail all pending and later operations, since the ranks' semaphore counts are now out of step."""
-        self._failure = error if isinstance(error, BackendError) else self._library.failure(what, error)
+        self._failure = failure
         self._pending.clear()
-        return self._failure
 
     def _raise_failure(self, what: str) -> None:
         """Raise BackendError if an earlier operation has failed or was interrupted."""
         if self._failure is None and self._interrupted is not None:
             stopped, kind = self._interrupted
-            self._fail(stopped, BackendError(f"{stopped} was interrupted by {kind.__name__} and cannot continue"))
+            self._fail(BackendError(f"{stopped} was interrupted by {kind.__name__} and cannot continue"))
         if self._failure is None:
             return
         closed = str(self._failure) == CLOSED
