@@ -120,6 +120,7 @@ class ChannelReducer(HorovodReducer):
         exchange = self._exchange
         if exchange.wait():
             exchange.end_round(reduced=False)
+            exchange.extra.zero_()  # the next exchange must not count the joined ranks of this one
             exchange.refuse()
         exchange.unpack()
         exchange.end_round(reduced=True)

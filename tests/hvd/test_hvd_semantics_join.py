@@ -432,3 +432,35 @@ def with_a_freed_optimizer(backend):
 def test_a_rank_may_join_after_its_optimizer_was_freed(real):
     found = real(with_a_freed_optimizer)
     assert found == [-2.0 * len(found)] * len(found)
+
+
+def refused_while_joined(backend):
+    """Refuse an exchange, on rank 0, while the last rank has joined; then step again. Return the change of this step."""
+    with library(backend) as hvd:
+        p = torch.nn.Parameter(torch.zeros(2))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)])
+        train(p, optimizer, 1)
+        before = p[0].item()
+
+        def join():
+            return hvd.join(divide_by="active")
+
+        def refused():
+            p.data = p.data.double() if hvd.rank() == 0 else p.data
+            train(p, optimizer, 1)
+
+        last = hvd.rank() == hvd.size() - 1
+        with pytest.raises(hvd.HorovodInternalError, match="rank 0: parameter 'p' was float32"):
+            (join if last else refused)()
+        p.data = p.data.float()
+        if not last:
+            train(p, optimizer, 1)
+        join()
+        return before - p[0].item()
+
+
+@OURS
+def test_a_refused_exchange_does_not_change_the_divisor_of_the_next_one(real):
+    *others, last = real(refused_while_joined)
+    assert others == [1.0] * len(others)
+    assert last == 0
