@@ -215,7 +215,7 @@ class GradientReducer:
 
     @property
     def steps(self) -> int:
-        """Number of steps that the optimizer has taken with these gradients."""
+        """Number of steps that the optimizer has taken with these gradients, on the current backend."""
         return self._exchange.refusals.steps
 
     @property
@@ -347,14 +347,17 @@ class GradientReducer:
     def forget(self, backend: Backend) -> None:
         """Discard a failed exchange, and use the new ``backend``, whose ranks then compare their layouts.
 
-        Every rank must make these calls of several reducers in the same order.
+        The ranks do not compare the steps that they took before, so make their parameters equal. Every rank must make these
+        calls of several reducers in the same order.
         """
         self._leave()
         self._enter(backend)
         if self.closed:
             self._turns.leave(self._number)
         self._exchange.forget()
-        self._exchange.refusals.dropped = self._exchange.refusals.sent_dropped = False
+        refusals = self._exchange.refusals
+        refusals.dropped = refusals.sent_dropped = False
+        refusals.steps = 0  # a rank that is new on this backend has taken none
         self._seen, self._dropped, self._ending, self._refused_pass = 0, False, None, False
         self._dropped_round = None
 

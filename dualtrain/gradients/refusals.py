@@ -53,7 +53,7 @@ class Refusals:
         allows_copies: True if the param_groups may contain such parameters, as long as backward computes no gradients for
             them. Examples are the float32 copies of float16 parameters that apex makes.
         hooks: the reducer's parameters.
-        steps: the number of steps that the optimizer has taken on this rank.
+        steps: the number of steps that the optimizer has taken on this rank, with the current backend.
         has_idle_ranks: True if some ranks have no shards.
         dropped: True after a failed exchange has set all gradients to ``None``, until the program calls ``zero_grad`` or a
             parameter has a gradient.

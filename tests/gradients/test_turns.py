@@ -253,6 +253,21 @@ def test_a_new_backend_does_not_use_the_sparse_gradients_of_the_earlier_one():
     run_threads(2, forgets_sparse)
 
 
+def forgets_steps(backend):
+    """Let only rank 0 take a step on its first backend, then move to a backend of all ranks."""
+    alone = [backend.group([rank]) for rank in range(backend.size)][backend.rank]
+    layer = filled(nn.Linear(3, 1))
+    reducer = GradientReducer(layer.named_parameters(), alone)
+    reducer.renew(stepped=backend.rank == 0)
+    reducer.forget(backend)
+    layer(torch.ones(1, 3) * (backend.rank + 1)).sum().backward()
+    torch.testing.assert_close(layer.weight.grad, torch.full((1, 3), (backend.size + 1) / 2))
+
+
+def test_a_new_backend_does_not_count_the_steps_on_the_earlier_one():
+    run_threads(2, forgets_steps)
+
+
 def made_and_closed(backend):
     models = two_models()
     kept = wrapped(models[0], backend)
