@@ -1,7 +1,7 @@
 """Differentiable collectives. Their gradients are those of the sum of all ranks' losses.
 
 The gradients of ``dualtrain.hvd`` differ, since they are Horovod's: the gradients of ``allgather`` and ``broadcast`` are
-averages, and the gradient of a summing ``reducescatter`` is multiplied by the number of ranks.
+averages, and the gradient of ``reducescatter`` is multiplied by the number of ranks.
 
 The backward pass is collective too: every rank must run it. All functions block. They return new tensors, and raise the
 same errors as the backend's methods. In a step with virtual ranks, they raise UserError, unless there are as many ranks as

@@ -59,7 +59,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         unused: see :class:`~dualtrain.gradients.GradientReducer`.
         backward_passes_per_step: backward passes whose gradients are summed before they are exchanged; ``no_sync``
             is the manual alternative. A call of :meth:`zero_grad` between these passes does not reset their count. After
-            such a call, the last of these passes exchanges gradients, and so does every later pass before the step.
+            such a call, the last of these passes exchanges gradients, and so does every later pass until the next
+            ``step`` or ``zero_grad``.
         extra: number of scalars of the caller that are summed over the ranks together with the gradients (see
             :attr:`extra`).
         transfer: see :class:`~dualtrain.gradients.GradientReducer`.
@@ -330,7 +331,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return self._wrapped.state_dict(*args, **options)
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> None:
-        """Load the wrapped optimizer's state."""
+        """Load the wrapped optimizer's state. Steps are allowed again after an interrupted :meth:`step`."""
         self._wrapped.load_state_dict(state_dict, *args, **options)
         self._interrupted = False
 

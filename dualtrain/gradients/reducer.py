@@ -327,7 +327,7 @@ class GradientReducer:
         if not sent and not self._is_running:
             # The program may call ``zero_grad`` between the ``passes`` of a step, on all ranks or on this rank only. This
             # rank cannot distinguish these cases, so it keeps its count. Once the count has reached ``passes``, every pass
-            # exchanges gradients until the optimizer steps.
+            # exchanges gradients until this method is called again.
             self._dropped = 0 < self._seen < self.passes and not stepped
             self._seen = self._seen if self._dropped else 0
         if not self.closed:

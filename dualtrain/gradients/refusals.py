@@ -225,8 +225,10 @@ class Refusals:
         """Send zeros in the remaining buckets of the old layout, before this rank makes a new one. Collective; blocks.
 
         Ranks that keep the layout wait for these buckets. The flag reports that this rank leaves the layout. The first
-        ``sent`` buckets were sent already. Does nothing if the gradients are on a GPU and the CPU does not wait for the
-        exchange, since the other ranks then do not compare reasons, except if some ranks have no shards.
+        ``sent`` buckets were sent already.
+
+        With gradients on a GPU, does nothing if all ranks have shards and the CPU does not wait for the exchange: the other
+        ranks then do not compare reasons.
 
         Raises:
             BackendError: on every rank, if some ranks keep the layout, or if a gradient was replaced by its sum on some

@@ -182,7 +182,11 @@ def may_be_kept(grads: list[torch.Tensor]) -> bool:
 
 
 def kept_among(slots: list[Slot], grads: list[torch.Tensor]) -> list[tuple[Slot, torch.Tensor]]:
-    """Return the gradients that the program may use later (see :func:`may_be_kept`): they must remain ``param.grad``."""
+    """Return (slot, gradient) for each gradient that must remain ``param.grad``, since the program may use it later.
+
+    See :func:`may_be_kept`. Gradients made in inference mode, or with another dtype or device than the bucket, cannot hold
+    the result, and are left out.
+    """
     counts = zip(*(count(grads) for count in _COUNTS), strict=True)
     return [
         (slot, grad)
