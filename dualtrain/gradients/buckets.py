@@ -147,7 +147,7 @@ class Bucket:
         for slot in self._missing:
             # Private in torch 2.5 to 2.15: the version counter, which counts a tensor's in-place changes.
             if slot.ready_in_round == number and slot.param._version != slot.ready_version:
-                self.refused.stepped = slot
+                self.refused.stepped = self.refused.stepped or slot
 
     def changed(self) -> list[Slot]:
         """Return the slots whose gradients may have changed since ``pack``. Call it before ``unpack``."""
