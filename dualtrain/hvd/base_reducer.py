@@ -280,16 +280,19 @@ class HorovodReducer(ABC):
         self.renew()
 
     def discard_step(self) -> None:
-        """Discard the gradients of the step that backward has begun. Does not block.
+        """Discard the gradients of the step that backward has begun: set them to ``None``. Does not block.
 
         Other ranks may have sent their gradients already, so the next ``reduce`` completes the exchange first. Every other
-        rank must discard this step too, or must not have begun it.
+        rank must discard this step too, or must not have begun it. In the second case, it must begin its next step only
+        after it has received the report of this rank.
         """
         begun, in_world = self.dirty or self.exchanging, self._generation == basics.generation()
-        if begun and in_world and basics.engine().down is None and self.process_set.process_set_id is not None:
+        if begun:
             for slot in self.hooks.slots:
-                if slot.param.grad is not None:  # other ranks' gradients may be added to its memory until the exchange ends
-                    slot.param.grad = slot.param.grad.clone()
+                slot.param.grad = None  # it may be a sum over the ranks already
+        for _, p in (*self._late, *self.hooks.frozen):  # without a hook, so they do not count for ``begun``
+            p.grad = None if p.requires_grad else p.grad
+        if begun and in_world and basics.engine().down is None and self.process_set.process_set_id is not None:
             basics.engine().drop(*self.current, self.set_id)
         self.renew()
         self.reset_passes()

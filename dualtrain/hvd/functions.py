@@ -30,7 +30,8 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
 
     Raises:
         ValueError: ``params`` is a single tensor, or is not iterable; a value in it is a container of tensors; it has
-            values, but none of them is a tensor; or a name occurs twice.
+            values, but none of them is a tensor; a name occurs twice; a tensor is sparse or quantized, or its elements
+            share memory (``expand``); or ``root_rank`` does not exist.
         HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down.
     """
     if isinstance(params, Mapping):

@@ -71,6 +71,28 @@ def test_a_step_that_ranks_have_begun_unevenly_can_be_discarded(real, op, steps_
     real(uneven, op, steps_before, numel, passes)
 
 
+def without_zero_grad(backend, op, numel):
+    """Discard a step whose gradients all ranks have sent. Call no ``zero_grad`` before the next step."""
+    with library(backend) as hvd:
+        rank, size = hvd.rank(), hvd.size()
+        program = Program(hvd, op, numel)
+        program.step(1.0)
+        added = torch.nn.Parameter(torch.zeros(2))
+        program.optimizer.add_param_group({"params": [added]})
+        added.sum().backward()
+        program.backward(100.0)
+        hvd.barrier()  # the sums may arrive now
+        program.optimizer.load_state_dict(program.optimizer.state_dict())
+        assert program.a.grad is program.b.grad is added.grad is None
+        assert program.step(rank + 1.0) == [{"Sum": sum(range(1, size + 1)), "Max": size}[op]] * 2
+
+
+@pytest.mark.parametrize(("op", "numel"), [("Sum", 2), ("Sum", LARGE), ("Max", 2)])
+@OURS
+def test_gradients_of_a_discarded_step_are_not_added_to_later_ones(real, op, numel):
+    real(without_zero_grad, op, numel)
+
+
 def without_backward(backend, op, steps_before):
     """Discard a step on all ranks, although rank 1 has not run backward."""
     with library(backend) as hvd:
