@@ -75,7 +75,13 @@ class Turns:
         return [member for member in members if member is not None]
 
     def due(self, number: int, member: Member) -> list[Member]:
-        """Return the reducers that exchange gradients together with reducer ``number``. Collective if there are several.
+        """Return the reducers that exchange gradients now, in their order. Collective if there are several reducers.
+
+        These are reducer ``number`` and the reducers with gradients to send, on any rank.
+
+        Args:
+            number: the number of the reducer that has called this method.
+            member: this reducer.
 
         Raises:
             BackendError: the ranks differ in their calls or in the steps taken, or a reducer that a rank uses was

@@ -153,11 +153,11 @@ class Exchangers:
         return name
 
     def find(self, registry: Registry[R], channel_name: str, made: list[int]) -> R | None:
-        """Return the reducer of a channel that other ranks use, because this rank has joined.
+        """Return the reducer of a channel that other ranks use. Called while this rank has joined.
 
-        If there is none, the channel is given to an open reducer that has the channel's base name, and no channel yet. If
-        there are several, to the one that was made at the same point as on the rank that uses the channel. Return None if
-        it is unknown, because the ranks have made different numbers of such reducers.
+        If no reducer has the channel, give it to an open reducer that has the channel's base name, and no channel yet. Of
+        several such reducers, choose the one that was made at the same point as on the rank that uses the channel. Return
+        ``None`` if no reducer can be found, for example because the ranks have made different numbers of them.
 
         Args:
             registry: the reducers of the channel's kind.
