@@ -85,17 +85,17 @@ class Turns:
 
         Raises:
             BackendError: the ranks differ in their calls or in the steps taken, or a reducer that a rank uses was
-                garbage-collected on a different rank.
+                garbage-collected or closed on a different rank.
         """
         backend = self._backend()
         if backend is None or len(self._members) < 2:
             return [member]
         backend.drain()
-        due, odd, collected = self._gather(backend, self._state(number))
+        due, odd, absent = self._gather(backend, self._state(number))
         wanted = reduce(or_, due)
-        _refuse_collected(wanted, collected, backend.members)
+        _refuse_absent(wanted, absent, backend.members)
         _refuse_other_steps(wanted, odd)
-        for each in _numbers_in(reduce(and_, collected)):
+        for each in _numbers_in(reduce(and_, absent)):
             self.leave(each)
         numbers = sorted(_numbers_in(wanted), key=lambda each: (each != self._first, each))
         self._first = numbers[0]
@@ -104,7 +104,7 @@ class Turns:
 
     def _gather(self, backend: Backend, state: _State) -> tuple[list[int], list[int], list[int]]:
         """Return the three bit sets of :meth:`_state` of all ranks: three lists in rank order. Collective; blocks."""
-        due, odd, collected = ([0] * backend.size for _ in range(3))
+        due, odd, absent = ([0] * backend.size for _ in range(3))
         for low in itertools.count(0, _PLACES):
             mine = [bits >> low & _ALL for bits in state]
             more = _MORE * (max(self._members) >= low + _PLACES)
@@ -112,33 +112,32 @@ class Turns:
             for rank, packed in enumerate(sets):
                 due[rank] |= (packed & _ALL) << low
                 odd[rank] |= (packed >> _PLACES & _ALL) << low
-                collected[rank] |= (packed >> 2 * _PLACES & _ALL) << low
+                absent[rank] |= (packed >> 2 * _PLACES & _ALL) << low
             if not any(packed & _MORE for packed in sets):
                 break
-        return due, odd, collected
+        return due, odd, absent
 
     def _state(self, number: int) -> _State:
         """Return three bit sets of reducers.
 
-        They contain the reducers to exchange, those with an odd number of steps, and those that were garbage-collected on
-        this rank.
+        They contain the reducers to exchange, those with an odd number of steps, and all numbers without a reducer on this
+        rank, because it was garbage-collected, closed, or not made.
         """
-        due = odd = collected = 0
+        due, odd, absent = 0, 0, -1
         for each, ref in self._members.items():
             member = ref()
-            if member is None:
-                collected |= 1 << each
-                continue
-            due |= (each == number or member.is_due) << each
-            odd |= (member.steps & 1) << each
-        return due, odd, collected
+            if member is not None:
+                due |= (each == number or member.is_due) << each
+                odd |= (member.steps & 1) << each
+                absent ^= 1 << each
+        return due, odd, absent
 
 
-def _refuse_collected(wanted: int, collected: list[int], ranks: Sequence[int]) -> None:
-    rank = next((rank for rank, gone in zip(ranks, collected, strict=True) if gone & wanted), None)
+def _refuse_absent(wanted: int, absent: list[int], ranks: Sequence[int]) -> None:
+    rank = next((rank for rank, numbers in zip(ranks, absent, strict=True) if numbers & wanted), None)
     if rank is not None:
         raise BackendError(
-            f"an optimizer whose gradients are to be exchanged was garbage-collected on rank {rank}: keep it as "
+            f"an optimizer whose gradients are to be exchanged was garbage-collected or closed on rank {rank}: keep it as "
             "long as its parameters are trained, or close() it on every rank"
         )
 

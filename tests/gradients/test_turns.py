@@ -164,19 +164,22 @@ def test_sync_batchnorm_works_with_parameters_that_only_some_ranks_use(many):
     assert hashes == hashes[:1] * many.size
 
 
-def uses_a_garbage_collected_optimizer(backend):
-    models = two_models()
+def uses_an_absent_optimizer(backend, closed):
+    models = [*two_models(), filled(nn.Linear(6, 1))]
     optimizers = [wrapped(model, backend) for model in models]
-    if backend.rank == 1:
+    if backend.rank == 1 and closed:
+        optimizers[1].close()
+    elif backend.rank == 1:
         turns(backend)._members[1] = lambda: None  # as a weak reference to an object that no longer exists
     loss = sum(model(torch.ones(2, 6)).sum() for model in models)
-    with pytest.raises(BackendError, match="was garbage-collected on rank 1: keep it as long as its parameters are"):
+    with pytest.raises(BackendError, match="was garbage-collected or closed on rank 1: keep it as long as its"):
         loss.backward()
     return len(optimizers)
 
 
-def test_an_optimizer_garbage_collected_on_one_rank_causes_an_error_on_every_rank():
-    assert run_threads(2, uses_a_garbage_collected_optimizer) == [2, 2]
+@pytest.mark.parametrize("closed", [False, True])
+def test_an_optimizer_garbage_collected_or_closed_on_one_rank_causes_an_error_on_every_rank(closed):
+    assert run_threads(2, uses_an_absent_optimizer, closed) == [3, 3]
 
 
 def test_buckets_of_other_reducers_do_not_wait_for_a_closed_reducer():
