@@ -59,7 +59,7 @@ def by_value(values: Sequence[str | None], ranks: Sequence[int] | None = None) -
     shown = _excerpts(list(groups)[:_GROUPS])
     parts = [f"{text} on {ranks_in_words(ranks)}" for text, ranks in zip(shown, groups.values(), strict=False)]
     more = sum(len(ranks) for ranks in list(groups.values())[_GROUPS:])
-    parts += [f"other values on {more} more ranks"] if more else []
+    parts += [f"other values on {more} more rank{'s' * (more > 1)}"] if more else []
     return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
 

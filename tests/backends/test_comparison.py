@@ -121,6 +121,7 @@ def test_messages_with_many_differences_are_short():
     each = str(Difference("seed", tuple(map(str, range(1000)))))
     assert each.startswith("seed is 0 on rank 0, 1 on rank 1, ")
     assert each.endswith(" and other values on 994 more ranks")
+    assert str(Difference("seed", tuple("0123456"))).endswith("5 on rank 5 and other values on 1 more rank")
     # Long values are cut to the part that differs.
     long = str(Difference("text", ("x" * 500 + "one" + "y" * 500, "x" * 500 + "two" + "y" * 500, None)))
     assert len(long) < 400
