@@ -14,6 +14,7 @@ from dualtrain.gradients.slots import Slot
 from dualtrain.gradients.sparse import sparse_dims
 from dualtrain.hvd import basics
 from dualtrain.hvd.base_reducer import HorovodReducer, Named, as_horovod_errors
+from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.pending import Pending
 from dualtrain.hvd.process_sets import ProcessSet
 
@@ -65,6 +66,7 @@ class ChannelReducer(HorovodReducer):
         self._is_left_out = False  # whether averages leave out this rank, which has joined
         self._traced = False  # whether the timeline records this exchange
         self._waits = False  # whether the main thread waits for the exchange
+        self._refused = False  # whether the ranks have refused the last exchange
         self.add(named)
         self.made = basics.exchangers.exchangers.register(self)
 
@@ -118,7 +120,8 @@ class ChannelReducer(HorovodReducer):
     def _run_exchange(self) -> None:
         self._send_all()
         exchange = self._exchange
-        if exchange.wait():
+        self._refused = exchange.wait()
+        if self._refused:
             exchange.end_round(reduced=False)
             exchange.extra.zero_()  # the next exchange must not count the joined ranks of this one
             exchange.refuse()
@@ -169,9 +172,17 @@ class ChannelReducer(HorovodReducer):
         return all(bucket.work is None or bucket.work.done() for bucket in self._exchange.schedule.buckets)
 
     def finish_exchange(self) -> None:
-        """End the exchange in which this rank takes part after ``join``, and discard its result. Blocks."""
+        """End the exchange in which this rank takes part after ``join``, and discard its result. Blocks.
+
+        If the ranks refuse the exchange, the ranks that have not joined raise the error. This rank still waits for them.
+        """
+        self._refused = False
         try:
             self.reduce_once()
+        except HorovodInternalError:
+            if not self._refused:
+                raise
+            self.refusals.dropped = False
         finally:
             self._exchange.extra.zero_()
         self._ignore_frozen()

@@ -217,8 +217,7 @@ def join(device: int = -1, divide_by: str = "initial") -> int:
 
     Raises:
         ValueError: ``divide_by`` is neither of these values.
-        HorovodInternalError: a rank failed, or Horovod was shut down; or the ranks refused to combine the gradients of an
-            optimizer, so that every rank raises the same error. In the second case, this function can be called again.
+        HorovodInternalError: a rank failed, or Horovod was shut down.
     """
     if divide_by not in ("initial", "active"):
         raise ValueError(f'divide_by={divide_by!r} is not known: pass "initial" or "active"')
