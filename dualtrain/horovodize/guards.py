@@ -1,4 +1,4 @@
-"""Conditions of a script: which code runs on some ranks only, and which runs only without Horovod."""
+"""Conditions that decide where the code of a script runs: on some ranks only, or only without Horovod."""
 
 from __future__ import annotations
 
@@ -6,26 +6,16 @@ import ast
 import re
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
 
+from dualtrain.horovodize.horovod_use import HorovodUse
 from dualtrain.horovodize.nodes import last_name, names_in
 from dualtrain.horovodize.rank_kinds import RankKinds
 from dualtrain.horovodize.source import Function, Source
 
-_HOROVOD = re.compile(r"horovod|hvd", re.IGNORECASE)
-_NO_HOROVOD = re.compile(r"(^|[._])(no|not|disable|without|skip)_?(horovod|hvd)", re.IGNORECASE)
 #: Names that scripts use for conditions that are true on one rank, but not ``root_rank=0``, an argument of broadcasts.
 _ONE_RANK = re.compile(
     r"(?<!root_)rank|rank(?!=)|master|main_?proc|is_?main|chief|primary|leader|is_?root|verbose|coordinator", re.IGNORECASE
 )
-#: Comparisons of the number of ranks with a constant, and their values if there are several ranks.
-_SEVERAL: dict[tuple[type[ast.cmpop], Any], bool] = {
-    (ast.Gt, 1): True,
-    (ast.GtE, 2): True,
-    (ast.NotEq, 1): True,
-    (ast.Eq, 1): False,
-    (ast.LtE, 1): False,
-}
 _EXITS = ("sys.exit", "os._exit", "exit", "quit")
 _LOOPS = ast.While | ast.For | ast.AsyncFor
 #: Nodes whose parts may be skipped or repeated, besides ``if`` statements.
@@ -38,6 +28,8 @@ class Guards:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.kinds = RankKinds.of(source)
+        #: Values of conditions with Horovod.
+        self.use = HorovodUse(source, lambda test: self.signature(test) is not None)
         self._conditions_of: dict[ast.stmt, list[tuple[ast.expr, bool]]] = {}
         #: Results of :meth:`names_one_rank`.
         self._one_rank: dict[tuple[ast.expr, int], bool] = {}
@@ -65,8 +57,8 @@ class Guards:
         if depth > 4:
             return None
         if isinstance(test, ast.IfExp):
-            if self.is_with_horovod(test.test):  # rank == 0 if args.horovod else True
-                return self.signature(test.orelse if self._is_off(test.test, True) else test.body, depth + 1)
+            if self.use.is_with_horovod(test.test):  # rank == 0 if args.horovod else True
+                return self.signature(test.orelse if self.use.is_off(test.test, True) else test.body, depth + 1)
             # True if rank == 0 else False
             arms = [part.value if isinstance(part, ast.Constant) else None for part in (test.body, test.orelse)]
             inner = self.signature(test.test, depth + 1) if arms in ([True, False], [False, True]) else None
@@ -89,7 +81,7 @@ class Guards:
 
     def _signature_of_operands(self, test: ast.BoolOp, depth: int) -> tuple[bool, str] | None:
         if isinstance(test.op, ast.Or):  # not args.horovod or rank == 0
-            parts = [value for value in test.values if not self._is_off(value, True)]
+            parts = [value for value in test.values if not self.use.is_off(value, True)]
             return self.signature(parts[0], depth) if len(parts) == 1 else None
         found = [part for value in test.values if (part := self.signature(value, depth))]
         others = sorted(ast.unparse(value) for value in test.values if self.signature(value, depth) is None)
@@ -174,21 +166,17 @@ class Guards:
             if isinstance(above, _CONDITIONAL):
                 return True
         # An earlier exit that is taken without Horovod is a condition too: without Horovod, the node is skipped.
-        return any(self._is_off(test, not truth) for test, truth in self._conditions(node))
+        return any(self.use.is_off(test, not truth) for test, truth in self._conditions(node))
 
     # -- without Horovod --------------------------------------------------------------------------------------------
 
     def is_without_horovod(self, node: ast.AST) -> bool:
         """Return whether ``node`` runs only without Horovod or with one rank."""
-        return self._excludes_init(node) or any(self._is_off(test, truth) for test, truth in self._conditions(node))
+        return self._excludes_init(node) or any(self.use.is_off(test, truth) for test, truth in self._conditions(node))
 
     def _excludes_init(self, node: ast.AST) -> bool:
         inits = self.source.hvd_calls("init")
         return bool(inits) and all(self.source.exclusive(node, init) for init in inits)
-
-    def is_with_horovod(self, test: ast.expr) -> bool:
-        """Return whether ``test`` certainly has one and the same value in all runs with Horovod on several ranks."""
-        return self._is_off(test, True) or self._is_off(test, False)
 
     def lines_without_horovod(self) -> set[int]:
         """Return the lines that run only without Horovod or with one rank, or never."""
@@ -201,12 +189,12 @@ class Guards:
                 yield from _lines(statement)
             elif isinstance(statement, ast.If):
                 for arm, truth in ((statement.body, True), (statement.orelse, False)):
-                    is_off = self._is_off(statement.test, truth) or (bool(arm) and self._excludes_init(arm[0]))
+                    is_off = self.use.is_off(statement.test, truth) or (bool(arm) and self._excludes_init(arm[0]))
                     yield from (line for inner in arm for line in _lines(inner)) if is_off else self._lines_off(arm)
                 left = [
                     truth for arm, truth in ((statement.body, True), (statement.orelse, False)) if arm and self.leaves(arm)
                 ]
-                off = any(self._is_off(statement.test, not truth) for truth in left)
+                off = any(self.use.is_off(statement.test, not truth) for truth in left)
             else:
                 yield from (line for inner in _blocks(statement) for line in self._lines_off(inner))
             off = off or self.leaves([statement])
@@ -214,7 +202,7 @@ class Guards:
     def is_certain(self, node: ast.AST, scope: ast.AST) -> bool:
         """Return whether every run of ``scope`` with Horovod on several ranks reaches ``node``, if it enters all loops."""
         for test, truth in self._conditions(node):
-            if scope in self.source.above(test) and not self._is_off(test, not truth):
+            if scope in self.source.above(test) and not self.use.is_off(test, not truth):
                 return False
         return True
 
@@ -228,7 +216,7 @@ class Guards:
             if isinstance(above, ast.ExceptHandler | ast.match_case) and above not in around:
                 return False
         return all(
-            self._is_off(test, not truth) or any(test is one and truth is value for one, value in shared)
+            self.use.is_off(test, not truth) or any(test is one and truth is value for one, value in shared)
             for test, truth in self._conditions(node)
             if ast.unparse(test) != "__name__ == '__main__'"
         )
@@ -263,7 +251,7 @@ class Guards:
                 yield statement.test, False
             elif isinstance(statement, ast.If) and statement.orelse and self.leaves(statement.orelse):
                 yield statement.test, True
-            elif isinstance(statement, ast.If) and self._is_off(statement.test, False):
+            elif isinstance(statement, ast.If) and self.use.is_off(statement.test, False):
                 yield from self._exits(statement.body)  # all runs with Horovod run this branch
 
     def leaves(self, block: list[ast.stmt]) -> bool:
@@ -275,84 +263,6 @@ class Guards:
             return self.leaves(last.body) and not any("suppress" in ast.unparse(item) for item in last.items)
         exits = isinstance(last, ast.Expr) and isinstance(last.value, ast.Call) and ast.unparse(last.value.func) in _EXITS
         return exits or isinstance(last, ast.Return | ast.Raise | ast.Continue | ast.Break)
-
-    def _is_off(self, test: ast.expr, truth: bool, depth: int = 0) -> bool:
-        """Return whether ``test`` has the value ``truth`` only without Horovod, or with one rank, or never."""
-        if isinstance(test, ast.Constant):
-            return bool(test.value) is not truth
-        if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
-            return self._is_off(test.operand, not truth, depth)
-        if isinstance(test, ast.BoolOp):
-            parts = [self._is_off(value, truth, depth) for value in test.values]
-            return any(parts) if isinstance(test.op, ast.And) is truth else all(parts)
-        means = self._means_horovod(test, depth)
-        return means is not None and means is not truth
-
-    def _means_horovod(self, test: ast.expr, depth: int = 0) -> bool | None:
-        """Return the value of ``test`` when Horovod is used with several ranks; None if unknown."""
-        if isinstance(test, ast.Compare) and len(test.ops) == 1:
-            return self._compared(test.left, test.ops[0], test.comparators[0])
-        if self.kinds.rank(test) or not isinstance(test, ast.Name | ast.Attribute | ast.Call | ast.Subscript):
-            return None
-        text = ast.unparse(test)
-        if text in self._around_wraps:
-            return True
-        values = self.source.values.get(text, [])
-        if len(values) == 1 and depth < 3 and (known := self._means_horovod(values[0], depth + 1)) is not None:
-            return known
-        if isinstance(test, ast.Call):
-            if depth < 3 and (known := self._returns_horovod(test, depth + 1)) is not None:
-                return known
-            called = self.source.hvd(test.func)
-            name = ast.unparse(test.func).rpartition(".")[2]
-            return True if called == "is_initialized" or (not called and _HOROVOD.search(name)) else None
-        return not _NO_HOROVOD.search(text) if _HOROVOD.search(text) else None
-
-    def _returns_horovod(self, call: ast.Call, depth: int) -> bool | None:
-        """Return the truth value of the result of ``call`` when Horovod is used with several ranks; None if unknown.
-
-        Only calls of the script's functions with a single ``return`` are known.
-        """
-        function = self.source.functions.get(call.func.id) if isinstance(call.func, ast.Name) else None
-        if function is None or self.source.is_ambiguous(function.name):
-            return None
-        ends = [node.value for node in ast.walk(function) if isinstance(node, ast.Return)]
-        if len(ends) != 1 or ends[0] is None:
-            return None
-        return True if self._is_off(ends[0], False, depth) else False if self._is_off(ends[0], True, depth) else None
-
-    def _compared(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> bool | None:
-        """Return the value of a comparison when Horovod is used with several ranks; None if unknown."""
-        if not isinstance(right, ast.Constant):
-            return None
-        if self.kinds.is_size(left):
-            return _SEVERAL.get((type(op), right.value))
-        same = isinstance(op, ast.Eq | ast.Is)
-        if not same and not isinstance(op, ast.NotEq | ast.IsNot):
-            return None
-        values = self.source.values.get(ast.unparse(left), [])
-        of_torch = [isinstance(one, ast.Call) and self.source.name(one.func) == "torch.device" for one in values]
-        if isinstance(right.value, str) and values and all(of_torch):
-            return not same  # torch.device("cuda") == "cuda" is False
-        if isinstance(right.value, str) and _HOROVOD.search(right.value):
-            return same
-        if (right.value is None or isinstance(right.value, bool)) and _HOROVOD.search(ast.unparse(left)):
-            return same if right.value else not same
-        return None
-
-    @cached_property
-    def _around_wraps(self) -> set[str]:
-        """Conditions under which the script calls ``init`` or wraps an optimizer; if one is false, Horovod is not used."""
-        found = self.__dict__["_around_wraps"] = set[str]()  # signature() may read the set while it is computed
-        for call in self.source.hvd_calls("init", "DistributedOptimizer"):
-            below: ast.AST = call
-            for above in self.source.above(call):
-                if isinstance(above, ast.If | ast.IfExp) and isinstance(above.test, ast.Name | ast.Attribute):
-                    body = above.body if isinstance(above.body, list) else [above.body]
-                    if below in body and self.signature(above.test) is None:
-                        found.add(ast.unparse(above.test))
-                below = above
-        return found
 
 
 def _lines(statement: ast.stmt) -> range:
