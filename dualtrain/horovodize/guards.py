@@ -56,6 +56,8 @@ class Guards:
             return inner and (not inner[0], inner[1])
         if depth > 4:
             return None
+        if isinstance(test, ast.NamedExpr):
+            return self.signature(test.value, depth)
         if isinstance(test, ast.IfExp):
             if self.use.is_with_horovod(test.test):  # rank == 0 if args.horovod else True
                 return self.signature(test.orelse if self.use.is_off(test.test, True) else test.body, depth + 1)

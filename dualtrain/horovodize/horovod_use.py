@@ -44,6 +44,8 @@ class HorovodUse:
         """Return whether ``test`` has the value ``truth`` only without Horovod, or with one rank, or never."""
         if isinstance(test, ast.Constant):
             return bool(test.value) is not truth
+        if isinstance(test, ast.NamedExpr):
+            return self.is_off(test.value, truth, depth)
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             return self.is_off(test.operand, not truth, depth)
         if isinstance(test, ast.BoolOp):

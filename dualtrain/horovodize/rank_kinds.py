@@ -36,6 +36,8 @@ class RankKinds:
 
     def kind(self, value: ast.expr, position: int | None = None) -> str:
         """Return which of ``_KINDS`` the ``value`` is, or its element at ``position``; return "" for other values."""
+        if isinstance(value, ast.NamedExpr):  # (rank := hvd.rank())
+            return self.kind(value.value, position)
         if isinstance(value, ast.IfExp):  # hvd.rank() if args.horovod else 0
             return _only(self.kind(arm, position) for arm in arms(value) if not _is_constant(arm))
         if isinstance(value, ast.Tuple) and position is not None:

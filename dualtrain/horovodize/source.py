@@ -16,15 +16,13 @@ from dualtrain.horovodize.bindings import Bindings
 from dualtrain.horovodize.edits import Edit, Layout
 from dualtrain.horovodize.names import HOMES, MODULE_NAMES, PUBLIC
 from dualtrain.horovodize.nodes import calls_in, is_stored, last_name, loaded_module
+from dualtrain.horovodize.normal_form import normalized
 
 T = TypeVar("T")
 N = TypeVar("N", bound=ast.AST)
 Level = Literal["differs", "trap", "unsupported"]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _OPTIMIZER = re.compile(r"torch\.optim\.(?!lr_scheduler\b|swa_utils\b)(\w+\.)?[A-Z]\w*")
-#: For each comparison operator, the one that means the same after the operands are swapped.
-_SWAPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.GtE: ast.LtE}
-_SWAPPED |= {each: each for each in (ast.Eq, ast.NotEq, ast.Is, ast.IsNot)}
 _SCHEDULE = re.compile(r"torch\.optim\.(lr_scheduler\.\w+|swa_utils\.SWALR)")
 #: A module or function. Rules about the order of calls check one scope at a time.
 Scope = ast.Module | Function
@@ -51,7 +49,7 @@ class Source:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.tree = _normalized(ast.parse(text))
+        self.tree = normalized(ast.parse(text))
         #: All nodes in source order.
         self.nodes = list(_in_order(self.tree))
         self.parents = {child: node for node in self.nodes for child in ast.iter_child_nodes(node)}
@@ -100,7 +98,7 @@ class Source:
     @cached_property
     def layout(self) -> Layout:
         """Positions in the text, for repairs."""
-        return Layout(self.text, self.tree)
+        return Layout(self.text, ast.parse(self.text))  # self.tree has no ``match``, which has a different indentation
 
     def _imports_of(self, node: ast.AST) -> Iterator[tuple[str, str]]:
         """Yield (name in the script, full name) for each name that an import, or a call of import_module, binds."""
@@ -219,7 +217,10 @@ class Source:
 
     @cached_property
     def assignments(self) -> list[tuple[str, ast.expr, ast.stmt]]:
-        """All assignments: (target as text, value, statement). Tuples of equal length on both sides are split."""
+        """All assignments: (target as text, value, statement). Tuples of equal length on both sides are split.
+
+        The statement of ``:=`` is the one that contains it.
+        """
         found: list[tuple[str, ast.expr, ast.stmt]] = []
         for node in self.nodes:
             if isinstance(node, ast.Assign):
@@ -227,6 +228,8 @@ class Source:
                     found += [(ast.unparse(t), value, node) for t, value in _pairs(target, node.value)]
             elif isinstance(node, ast.AugAssign):
                 found.append((ast.unparse(node.target), node.value, node))
+            elif isinstance(node, ast.NamedExpr):
+                found.append((node.target.id, node.value, self.statement(node)))
         return found
 
     @cached_property
@@ -259,7 +262,8 @@ class Source:
         around = next(above for above in self.above(at) if not isinstance(above, ast.With))
         guarded = isinstance(around, ast.If) and "__name__" in ast.unparse(around.test)
         certain = isinstance(around, ast.Module | Function) or guarded
-        return given if certain and isinstance(at, ast.Assign) and isinstance(given, ast.Constant) else None
+        plain = isinstance(at, ast.Assign) and not isinstance(self.parents[given], ast.NamedExpr)
+        return given if certain and plain and isinstance(given, ast.Constant) else None
 
     @cached_property
     def wraps(self) -> list[tuple[str, ast.Call]]:
@@ -494,25 +498,6 @@ def connect(files: Sequence[Source]) -> None:
     """Make ``files`` one program."""
     for file in files:
         file.files = [file, *(other for other in files if other is not file)]
-
-
-def _normalized(tree: ast.Module) -> ast.Module:
-    """Change ``0 == rank`` to ``rank == 0``, and ``x: int = 1`` to ``x = 1``; rules expect these forms. Return ``tree``."""
-    for node in ast.walk(tree):
-        for name in ("body", "orelse", "finalbody"):
-            if isinstance(block := getattr(node, name, None), list):
-                block[:] = map(_without_annotation, block)
-        if isinstance(node, ast.Compare) and len(node.ops) == 1 and isinstance(node.left, ast.Constant):
-            swapped = _SWAPPED.get(type(node.ops[0]))
-            if swapped is not None:
-                node.left, node.ops, node.comparators = node.comparators[0], [swapped()], [node.left]
-    return tree
-
-
-def _without_annotation(statement: ast.stmt) -> ast.stmt:
-    if not isinstance(statement, ast.AnnAssign) or statement.value is None:
-        return statement
-    return ast.copy_location(ast.Assign([statement.target], statement.value), statement)
 
 
 def _in_order(node: ast.AST) -> Iterator[ast.AST]:

@@ -333,6 +333,42 @@ CASES = [
         "first = hvd.rank() == 0 if args.log else True\nif first:\n    hvd.barrier()",
     ),
     ("collective_on_some_ranks", "if hvd.rank() > 0:\n    hvd.barrier()", "if hvd.local_rank() > 1:\n    hvd.barrier()"),
+    *(
+        (
+            "collective_on_some_ranks",  # assignment expressions
+            f"if (n := {name}()) == 0:\n    print()\nif n == 0:\n    hvd.barrier()",
+            f"if (n := {name}()) == 0:\n    hvd.barrier()\nelse:\n    hvd.barrier()",
+        )
+        for name in ("hvd.rank", "hvd.local_rank")
+    ),
+    (
+        "collective_on_some_ranks",  # an assignment expression with a comparison; no finding for the number of ranks
+        "if (first := hvd.rank() == 0) and x:\n    print()\nif first:\n    hvd.barrier()",
+        "if (n := hvd.size()) > 1:\n    hvd.barrier()",
+    ),
+    *(
+        (
+            "collective_on_some_ranks",  # cases
+            f"match {subject}:\n    case 0{guard}:\n        hvd.barrier()",
+            f"match {subject}:\n    case 0{guard}:\n        hvd.barrier()\n    case _:\n        hvd.barrier()",
+        )
+        for subject, guard in (("hvd.rank()", ""), ("hvd.rank()", " if x"))
+    ),
+    (
+        "collective_on_some_ranks",  # the case of the other ranks; no finding if this case is for one of several tasks
+        "rank = hvd.rank()\nmatch rank:\n    case 0:\n        print()\n    case n:\n        hvd.barrier()",
+        "rank = hvd.rank()\nmatch task:\n    case 0 | 1:\n        print()\n    case n:\n        hvd.barrier()",
+    ),
+    (
+        "collective_on_some_ranks",  # no finding if two cases are for other ranks, and both make the call
+        "match hvd.rank():\n    case 0:\n        hvd.barrier()\n    case 1 | 2 | 3:\n        print()",
+        "match hvd.rank():\n    case 0:\n        hvd.barrier()\n    case 1 | 2 | 3:\n        hvd.barrier()",
+    ),
+    (
+        "saved_by_all_ranks",  # a case for rank 0
+        "hvd.init()\nmatch x:\n    case None:\n        torch.save(model, 'x')",
+        "hvd.init()\nmatch hvd.rank():\n    case 0:\n        torch.save(model, 'x')",
+    ),
     (
         "step_skipped_by_own_loss",  # no finding if an in-place allreduce gives all ranks the same value
         f"{LOSS}    shown = hvd.allreduce(loss.detach())\n    if torch.isnan(loss).any().item():\n        continue\n{STEP}",

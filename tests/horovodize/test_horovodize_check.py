@@ -2048,6 +2048,7 @@ for epoch in range(3):
         ("HAVE_HVD and args.fast", "neither"),
         ("args.no_horovod", "if"),
         ("many", "else"),
+        ("(several := hvd.size() > 1)", "else"),
     ],
 )
 def test_code_that_runs_without_horovod_has_no_findings(test, branch_without_horovod):
@@ -2056,6 +2057,12 @@ def test_code_that_runs_without_horovod_has_no_findings(test, branch_without_hor
     found = findings(source("\n".join([*lines, *arm, "    else:", *arm])))
     clips = [finding.line for finding in found if "clipped" in finding.message]
     assert clips == {"else": [8], "if": [11], "neither": [8, 11]}[branch_without_horovod]
+
+
+def test_a_case_that_runs_without_horovod_has_no_findings():
+    cases = "".join(f"    case {name}:\n        torch.save(x, 'x')\n" for name in ("'horovod'", "'ddp' | None", "_"))
+    found = findings(source(f"hvd.init()\nmatch args.backend:\n{cases}"))
+    assert [finding.line for finding in found] == [6]
 
 
 def test_spark_driver_code_has_no_findings_about_ranks():
