@@ -108,9 +108,12 @@ class Bindings:
     def _is_fallback(self, node: ast.Name) -> bool:
         """Return whether ``node`` is a fallback for an import that fails or is not wanted.
 
-        A fallback is assigned a constant or a loaded module, or is assigned in an exception handler or an ``else``.
+        A fallback is assigned a constant or a loaded module, or is assigned in an exception handler or an ``else``. A name
+        with an annotation and no value, as in ``hvd: Any``, counts too.
         """
         statement = next((above for above in self._above(node) if isinstance(above, ast.stmt | ast.NamedExpr)), None)
+        if isinstance(statement, ast.AnnAssign):
+            return True  # those with a value are ast.Assign in the normal form
         value = statement.value if isinstance(statement, ast.Assign | ast.NamedExpr) else None
         if value is not None and (isinstance(value, ast.Constant) or loaded_module(value)):
             return True

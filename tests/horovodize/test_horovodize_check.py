@@ -1919,6 +1919,8 @@ def test_every_rule_has_a_case():
         "from horovod.torch import *\nallreduce(x)",
         "import dualtrain.hvd as hvd\nhvd.allreduce(x)",
         "def f():\n  import horovod.torch as hvd; hvd.allreduce(x)",
+        "hvd: Any; import horovod.torch as hvd\nhvd.allreduce(x)\nclass T:\n  hvd: Any",
+        "import horovod.torch as h\ndef f(h): h: Any; h.allreduce(x)\nf(h)",
     ],
 )
 def test_imports_are_followed(text):
