@@ -1794,6 +1794,9 @@ CASES = [
             "mine = range(hvd.rank(), 9, hvd.size())\nfor n in mine:\n    torch.save(model, f'{n}.pt')",
             "for i, name in enumerate(names[hvd.rank() :: hvd.size()]):\n    torch.save(model, name)",
             "def mine():\n    return range(hvd.rank(), 9, hvd.size())\nfor n in mine():\n    torch.save(model, f'{n}.pt')",
+            "mine = names[hvd.rank() :: 2]\n[torch.save(m, f'{n}.pt') for n, m in zip(mine, models)]",
+            "mine = names[hvd.rank() :: 2]\n{n: torch.save(m, f'{n}.pt') for part in mine for n, m in part.items()}",
+            "mine = dict(names[hvd.rank() :: 2])\nfor n, m in mine.items():\n    torch.save(m, f'{n}.pt')",
             "n = mine(hvd.broadcast_object(parts))\ntorch.save(model, f'{n}.pt')\n"
             "def mine(parts):\n    return parts[hvd.rank()]",
             "n = hvd.broadcast_object(parts).get(hvd.rank())\ntorch.save(model, f'{n}.pt')",

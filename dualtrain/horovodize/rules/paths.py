@@ -70,7 +70,7 @@ def _is_called(source: Source, node: ast.AST) -> bool:
 def origins(source: Source, node: ast.AST) -> Iterator[ast.expr]:
     """Yield the expressions that ``node``, a variable or a parameter, may have as its value.
 
-    For the variable of a loop, yield what decides its values, such as the start of a ``range``.
+    For the variable of a loop or comprehension, yield what decides its values, such as the start of a ``range``.
     """
     if not isinstance(node, ast.Name | ast.Attribute):
         return
@@ -78,10 +78,11 @@ def origins(source: Source, node: ast.AST) -> Iterator[ast.expr]:
     yield from source.values.get(text, ())
     opened = ((item.optional_vars, item.context_expr) for item in source.with_items(node))
     yield from (value for variable, value in opened if variable is not None and ast.unparse(variable) == text)
-    for loop in source.around(node, ast.For):
-        for variable, values in loop_variables(loop.target, loop.iter):
-            if ast.unparse(variable) == text:
-                yield from _deciding(source, values)
+    loops = [loop for above in source.above(node) for loop in getattr(above, "generators", [above])]
+    for loop in loops:
+        if isinstance(loop, ast.For | ast.comprehension):
+            sequences = (values for name, values in loop_variables(loop.target, loop.iter) if ast.unparse(name) == text)
+            yield from (part for values in sequences for part in _deciding(source, values))
     scope = source.scope(node)
     if isinstance(node, ast.Name) and isinstance(scope, Function) and text in source.parameters(node):
         yield from (value for call in calls_of(source, scope) for value in arguments(source, scope, call, text))
@@ -98,7 +99,8 @@ def _deciding(source: Source, values: ast.expr) -> Iterator[ast.expr]:
     elif last_name(values.func) in ("range", "trange"):
         yield from values.args[:-1][:1]
     else:
-        for one in values.args:
+        owner = [values.func.value] if isinstance(values.func, ast.Attribute) and not source.name(values.func) else []
+        for one in (*owner, *values.args):  # ``mine`` in ``mine.items()``
             yield from _deciding(source, one)
 
 

@@ -211,9 +211,10 @@ def _is_rate_of_wrapped(source: Source, target: str, assignment: ast.AST) -> boo
 
 
 def loop_variables(target: ast.expr, values: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
-    """Yield each variable of a ``for`` loop, with the sequence of its values, also in ``enumerate`` and ``zip``.
+    """Yield each variable of a ``for`` loop, with the sequence of its values, also in ``enumerate``, ``zip`` and ``items``.
 
-    Leave out the count of ``enumerate``, and variables in other tuples.
+    Leave out the count of ``enumerate``, and variables in other tuples. The sequence of both variables of ``items`` is this
+    call.
     """
     if not isinstance(target, ast.Tuple):
         yield target, values
@@ -222,6 +223,8 @@ def loop_variables(target: ast.expr, values: ast.expr) -> Iterator[tuple[ast.exp
     elif isinstance(values, ast.Call) and ast.unparse(values.func) == "zip":
         for one, sequence in zip(target.elts, values.args, strict=False):
             yield from loop_variables(one, sequence)
+    elif isinstance(values, ast.Call) and last_name(values.func) == "items":
+        yield from ((one, values) for one in target.elts)
 
 
 def _are_groups_of_wrapped(source: Source, node: ast.expr) -> bool:
