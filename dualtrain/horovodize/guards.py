@@ -45,6 +45,10 @@ class Guards:
         mine, others = list(self._conditions(node)), list(self._conditions(other))
         return any(test is one and truth is value for test, truth in mine for one, value in others if self.signature(test))
 
+    def is_decided(self, branch: ast.AST, comparison: str) -> bool:
+        """Return whether a condition around ``branch`` makes this comparison of the rank, as in ``elif rank != 0``."""
+        return any((known := self.signature(test)) and known[1] == comparison for test, _ in self._conditions(branch))
+
     def signature(self, test: ast.expr, depth: int = 0) -> tuple[bool, str] | None:
         """Return a normal form of ``test``: whether it is true on one rank only, and its comparison, as in "rank == 0".
 

@@ -354,6 +354,14 @@ CASES = [
         )
         for subject, guard in (("hvd.rank()", ""), ("hvd.rank()", " if x"))
     ),
+    *(
+        (
+            "collective_on_some_ranks",  # no finding if the second condition is the opposite of the first one
+            "if hvd.rank() == 0:\n    hvd.barrier()\nelif hvd.rank() == 1:\n    hvd.barrier()",
+            f"if hvd.rank() == 0:\n    hvd.barrier()\nelif {test}:\n    hvd.barrier()",
+        )
+        for test in ("hvd.rank() != 0", "hvd.rank() > 0")
+    ),
     (
         "collective_on_some_ranks",  # the case of the other ranks; no finding if this case is for one of several tasks
         "rank = hvd.rank()\nmatch rank:\n    case 0:\n        print()\n    case n:\n        hvd.barrier()",

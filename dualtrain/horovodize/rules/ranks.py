@@ -154,6 +154,8 @@ class Collectives:
         """Yield the collective calls that only one arm of ``branch`` makes, if ``branch`` is an ``if`` on the rank."""
         if not isinstance(branch, ast.If | ast.IfExp) or (signature := self.guards.signature(branch.test)) is None:
             return
+        if self.guards.is_decided(branch, signature[1]):
+            return
         body = branch.body if isinstance(branch.body, list) else [branch.body]
         other = branch.orelse if isinstance(branch.orelse, list) else [branch.orelse]
         here, there = list(self._inside(body)), list(self._inside(other))
