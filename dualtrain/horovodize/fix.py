@@ -20,11 +20,15 @@ from dualtrain.horovodize.source import Finding, Source
 
 
 class Repaired(NamedTuple):
-    """A repaired script: its new source, the repaired findings with original line numbers, and the remaining findings."""
+    """A repaired script: its new source, the repaired findings with original line numbers, and the remaining findings.
+
+    ``origins`` has the original line number of each line of the new source.
+    """
 
     source: Source
     fixed: list[Finding]
     left: list[Finding]
+    origins: list[int]
 
 
 def fix(arguments: Sequence[str]) -> int:
@@ -78,7 +82,7 @@ def repair(source: Source, initialized: bool = True) -> Repaired:
         fixed.append(finding._replace(line=origins[finding.line - 1], edits=()))
     if changed:
         source = source.with_text(apply(source.text, [edit for one in changed for edit in one.edits]))
-    return Repaired(source, sorted(fixed), [*findings(source), *unchanged])
+    return Repaired(source, sorted(fixed), [*findings(source), *unchanged], origins)
 
 
 def _improved(source: Source, found: list[Finding], finding: Finding) -> tuple[Source, list[Finding]] | None:
@@ -132,13 +136,17 @@ def _show_diff(file: ScriptFile, data: bytes) -> None:
 
 
 def _report(repaired: dict[str, Repaired], *, diff: bool) -> int:
-    """Print repaired and remaining findings; with ``diff``, print them to standard error."""
+    """Print repaired and remaining findings; with ``diff``, print them to standard error.
+
+    Line numbers of remaining findings are those of the repaired file; with ``diff``, those of the file, which is unchanged.
+    """
     output = sys.stderr if diff else sys.stdout
     for name, result in repaired.items():
         for finding in result.fixed:
             show(f"{name}:{finding.line}: [{'fixable' if diff else 'fixed'}] {finding.message}", output)
         for finding in result.left:
-            show(f"{name}:{finding.line}: [{finding.level}] {finding.message}", output)
+            line = result.origins[finding.line - 1] if diff else finding.line
+            show(f"{name}:{line}: [{finding.level}] {finding.message}", output)
     left = [finding for result in repaired.values() for finding in result.left]
     number = sum(len(result.fixed) for result in repaired.values())
     sources = [result.source for result in repaired.values()]

@@ -348,6 +348,8 @@ def test_repairs_are_listed_with_the_original_line_numbers(tmp_path, capsys):
     script.write_text(
         f"{START}loss.backward()\nclip_grad_norm_(p, 1)\noptimizer.step()\ntorch.save(x, 'x')\nhvd.nothing()\n"
     )
+    assert main(["--fix", "--diff", str(script)]) == 1
+    assert f"\n{script}:10: [unsupported]" in capsys.readouterr().err  # the file is unchanged
     assert main(["--fix", str(script)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition("] ")[0] for line in lines[:2]] == [f"{script}:7: [fixed", f"{script}:9: [fixed"]
