@@ -60,15 +60,22 @@ class Bindings:
 
     def full_name(self, node: ast.Name) -> str:
         """Return the full name of the import that ``node`` refers to, or an empty string."""
-        if node.id not in self.imported:
+        return self.meaning(node.id, node)
+
+    def meaning(self, name: str, at: ast.AST, *, certain: bool = False) -> str:
+        """Return the full name of the import that ``name`` refers to in code at the node ``at``, or an empty string.
+
+        With ``certain``, return an empty string for parameters, even if their value most likely is a module in ``HOMES``.
+        """
+        if name not in self.imported:
             return ""
-        for scope in self._scopes(node):
-            if node.id in self._others.get(scope, ()):
+        for scope in self._scopes(at):
+            if name in self._others.get(scope, ()):
                 return ""
-            if node.id in self._imports.get(scope, ()):
-                return self._imports[scope][node.id]
-            if isinstance(scope, _FUNCTION) and node.id in _parameters(scope):
-                return self.imported[node.id]  # most likely, the caller imports the module and passes it
+            if name in self._imports.get(scope, ()):
+                return self._imports[scope][name]
+            if isinstance(scope, _FUNCTION) and name in _parameters(scope):
+                return "" if certain else self.imported[name]  # most likely, the caller imports the module and passes it
         return ""
 
     def _bound_by(self, node: ast.AST) -> Iterator[str]:

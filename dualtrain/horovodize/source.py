@@ -175,12 +175,14 @@ class Source:
     def spell(self, name: str, at: ast.AST) -> str:
         """Return the expression by which code at the node ``at`` can refer to horovod.torch's ``name``: ``hvd.rank``.
 
-        Return "" if no import of it certainly runs before ``at``.
+        Return "" if no import of it certainly runs before ``at``, or if a variable or a parameter may hide the import.
         """
         for node in self.nodes:
             if not isinstance(node, ast.Import | ast.ImportFrom) or not self._is_certain(node, at):
                 continue
             for bound, full in self._imports_of(node):
+                if self._bindings.meaning(bound, at, certain=True) != full:
+                    continue
                 if full in HOMES:
                     return f"{bound}.{name}"
                 if full in {f"{home}.{name}" for home in HOMES}:

@@ -109,6 +109,7 @@ REPAIRS = [
         "opt = parser.parse_args()\ny = torch.load(opt.old)\nif hvd.rank() == 0:\n    torch.save(x, opt.new)\n",
     ),
     ("ok = torch.save(x, 'x')\n", None),
+    ("def save(path, hvd=False):\n    torch.save(x, path)\nsave('x', hvd=True)\n", None),  # hvd is not the module
     (  # the condition includes open(): otherwise, another rank's open() may erase what rank 0 has written
         "with open(p, 'wb') as f:  # best\n    torch.save(x, f)\n",
         "if hvd.rank() == 0:\n    with open(p, 'wb') as f:  # best\n        torch.save(x, f)\n",
@@ -239,6 +240,21 @@ def test_the_findings_on_imports_say_how_the_script_is_started(imports, words):
     found = [one.message for one in (*result.fixed, *result.left) if "import" in one.message and "script" in one.message]
     assert found
     assert all(words in message for message in found)
+
+
+@pytest.mark.parametrize(("more", "repaired"), [("", True), ("rank = rank()\n", False), ("for rank in n: go()\n", False)])
+def test_no_repair_calls_a_name_that_may_hold_a_number(more, repaired):
+    start = START.replace("import dualtrain.hvd as hvd", "from dualtrain.hvd import *").replace("hvd.", "")
+    text = repair(Source(f"{start}{more}torch.save(x, 'x')\n")).source.text
+    assert text.endswith("if rank() == 0:\n    torch.save(x, 'x')\n") is repaired
+
+
+def test_a_rank_from_a_function_of_the_program_becomes_a_call_of_horovod(tmp_path):
+    (tmp_path / "ranks.py").write_text(f"{HEAD}def get_rank():\n    return hvd.rank()\n")
+    script = tmp_path / "script.py"
+    script.write_text(f"import ranks\n{HEAD}torch.cuda.set_device(ranks.get_rank())\n")
+    assert main(["--fix", str(script), str(tmp_path / "ranks.py")]) == 0
+    assert script.read_text().endswith("torch.cuda.set_device(hvd.local_rank())\n")
 
 
 def test_a_change_of_the_imports_changes_no_other_finding():

@@ -25,9 +25,9 @@ def gpu_by_rank(source: Source) -> Iterator[Finding]:
         if guards.kinds.rank(used) != "rank" or _is_logged(source, used):
             continue
         call = used if isinstance(used, ast.Call) else None
-        spelled = f"{ast.unparse(call.func)[: -len('rank')]}local_rank" if call else source.spell("local_rank", used)
-        if call and isinstance(call.func, ast.Name):
-            spelled = source.spell("local_rank", used)
+        spelled = source.spell("local_rank", used)
+        if call and isinstance(call.func, ast.Attribute) and source.hvd(call.func) == "rank":
+            spelled = f"{ast.unparse(call.func.value)}.local_rank"
         message = "the GPU is chosen by rank(), which exceeds the GPU numbers on a second host; use local_rank()"
         partial = call is None and _is_used_elsewhere(source, used, numbers)
         edits = (source.layout.replace(used, f"{spelled}()"),) if spelled and not partial else ()
