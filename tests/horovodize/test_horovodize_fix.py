@@ -242,6 +242,22 @@ def test_the_findings_on_imports_say_how_the_script_is_started(imports, words):
     assert all(words in message for message in found)
 
 
+@pytest.mark.parametrize(
+    ("made", "sent", "repaired"),
+    [
+        ("model = torch.nn.Linear(1, 1).cuda()", "hvd.broadcast_parameters(model.state_dict(), 0)", True),
+        ("model = Net()\nloss = torch.nn.MSELoss()", "hvd.broadcast_parameters(model.state_dict(), 0)", True),
+        ("model = Net()\nteacher = Net().cuda()", "hvd.broadcast_parameters(model.state_dict(), 0)", False),
+        ("model, other = Net(), torch.nn.Linear(1, 1)", "hvd.broadcast_parameters(model.state_dict(), 0)", False),
+        ("model = Net()", "if resume:\n    hvd.broadcast_parameters(model.state_dict(), 0)", False),
+    ],
+)
+def test_seeds_stay_equal_if_they_make_the_weights_of_a_model_equal(made, sent, repaired):
+    start = f"{HEAD}from torchvision import transforms\nclass Net(torch.nn.Module):\n    pass\ntorch.manual_seed(1)\n"
+    text = repair(Source(f"{start}transforms.RandomCrop(3)\n{made}\n{WRAP}{sent}\n")).source.text
+    assert ("torch.manual_seed(1 + hvd.rank())\n" in text) is repaired
+
+
 @pytest.mark.parametrize(("more", "repaired"), [("", True), ("rank = rank()\n", False), ("for rank in n: go()\n", False)])
 def test_no_repair_calls_a_name_that_may_hold_a_number(more, repaired):
     start = START.replace("import dualtrain.hvd as hvd", "from dualtrain.hvd import *").replace("hvd.", "")

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import calls_in, given_values, last_name, names_in
+from dualtrain.horovodize.nodes import calls_in, first_argument, given_values, last_name, names_in
 from dualtrain.horovodize.order import arguments, runs_on_driver
+from dualtrain.horovodize.rules.sent_models import are_related, owner_of
 from dualtrain.horovodize.source import Finding, Function, Source
 
 _SEEDS = {"torch.manual_seed": "torch", "numpy.random.seed": "numpy", "random.seed": "random"}
@@ -196,15 +197,43 @@ def _arguments(source: Source, parameter: ast.Name) -> list[ast.expr]:
 def _per_rank(source: Source, call: ast.Call) -> list[Edit]:
     """Return edits that add the rank to the seed.
 
-    Return no edits if the ranks may need equal random numbers, or if the call is not between ``init`` and a broadcast.
+    Return no edits if the ranks may need equal random numbers, or if the call is not between ``init`` and the broadcasts of
+    all models.
     """
     seed, rank = call.args[0], source.spell("rank", call)
     before = [init for init in source.hvd_calls("init") if init.lineno < call.lineno]
     same_place = any(source.scope(init) is source.scope(call) for init in before)
-    broadcasts = [other for other in source.hvd_calls("broadcast_parameters") if other.lineno > call.lineno]
     simple = isinstance(seed, ast.Name | ast.Attribute) or (isinstance(seed, ast.Constant) and isinstance(seed.value, int))
-    if not (rank and same_place and broadcasts and simple) or _COMMON_DRAWS.search(source.text):
+    if not (rank and same_place and simple and _sends_all_models(source, call)) or _COMMON_DRAWS.search(source.text):
         return []
     if any("shuffle=True" in ast.unparse(other) for other in source.calls):
         return []  # a loader may draw its order from this seed
     return [source.layout.replace(seed, f"{ast.unparse(seed)} + {rank}()")]
+
+
+def _sends_all_models(source: Source, seed: ast.Call) -> bool:
+    """Return whether all runs broadcast each model after the call ``seed``, so that equal seeds are not needed."""
+    guards, sent = Guards.of(source), set[str]()
+    for call in source.hvd_calls("broadcast_parameters"):
+        owner, scope = owner_of(first_argument(call, "params"), "state_dict", "named_parameters"), source.scope(call)
+        together = source.scope(seed) is scope
+        certain = guards.runs_whenever(call, seed) if together else guards.is_certain(call, scope)
+        if owner is not None and call.lineno > seed.lineno and certain:
+            sent.add(ast.unparse(owner))
+    return bool(sent) and all(any(are_related(source, made, one) for one in sent) for made in _made_models(source))
+
+
+_MODELS = re.compile(r"torch\.nn\.(\w+\.)*(?!\w*Loss)[A-Z]\w*$|torchvision\.models\.")
+
+
+def _made_models(source: Source) -> Iterator[str]:
+    """Yield the variables to which a call assigns a model. In classes with a base class, they are parts of models."""
+    classes = [one for file in source.files for one in file.classes]
+    own = {one.name for one in classes if any(re.search("Module|Model|Net", last_name(base)) for base in one.bases)}
+    for target, value, at in source.assignments:
+        called = value.func if isinstance(value, ast.Call) else value
+        while isinstance(called, ast.Attribute) and isinstance(called.value, ast.Call):
+            called = called.value.func  # Net().cuda()
+        part = any(one.bases for one in source.around(at, ast.ClassDef))
+        if called is not value and not part and (_MODELS.match(source.name(called)) or last_name(called) in own):
+            yield target
