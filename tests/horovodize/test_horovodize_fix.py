@@ -104,6 +104,14 @@ REPAIRS = [
         "for e in range(2):\n  if hvd.rank() == 0:\n    torch.save({'a': 1,\n    'b': '''x\ny'''}, 'file')\n",
     ),
     ("torch.save(x, best)\nx = torch.load(best)\n", None),  # not repaired: every rank reads the file
+    *(
+        (f"import os, shutil\ntorch.save(x, best)\n{line}\n", None)
+        for line in ("shutil.copyfile(best, 'x')", "os.replace(best, 'x')", "model.load(best)", "model = load_model(best)")
+    ),
+    (
+        "model.load_state_dict(torch.load('old'))\ntorch.save(x, best)\n",
+        "model.load_state_dict(torch.load('old'))\nif hvd.rank() == 0:\n    torch.save(x, best)\n",
+    ),
     (  # the file that every rank loads is not the file that is saved
         "opt = parser.parse_args()\ny = torch.load(opt.old)\ntorch.save(x, opt.new)\n",
         "opt = parser.parse_args()\ny = torch.load(opt.old)\nif hvd.rank() == 0:\n    torch.save(x, opt.new)\n",
@@ -240,6 +248,14 @@ def test_the_findings_on_imports_say_how_the_script_is_started(imports, words):
     found = [one.message for one in (*result.fixed, *result.left) if "import" in one.message and "script" in one.message]
     assert found
     assert all(words in message for message in found)
+
+
+def test_a_file_that_another_file_of_the_program_loads_is_saved_by_every_rank(tmp_path):
+    script, other = tmp_path / "script.py", tmp_path / "other.py"
+    script.write_text(f"{START}torch.save(x, args.best)\n")
+    other.write_text("import torch\ndef last(args):\n    return torch.load(args.best)\n")
+    main(["--fix", str(script), str(other)])
+    assert script.read_text() == f"{START}torch.save(x, args.best)\n"
 
 
 @pytest.mark.parametrize(

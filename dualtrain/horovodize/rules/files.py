@@ -117,10 +117,19 @@ def _is_open(source: Source, file: ast.expr) -> bool:
 
 def _is_read_by_all(source: Source, file: ast.expr) -> bool:
     """Return whether every rank may read the file."""
-    guards = Guards.of(source)
-    loads = [call for call in source.calls if source.name(call.func) == "torch.load" and call.args]
-    everywhere = [call for call in loads if not guards.looks_like_one_rank(call)]
-    return any(_words(source, call.args[0]) & _words(source, file) for call in everywhere)
+    words = _words(source, file)
+    return any(
+        bool(words & _words(one, call.args[0])) and not Guards.of(one).looks_like_one_rank(call)
+        for one in source.files
+        for call in one.calls
+        if call.args and (_READS.search(last_name(call.func)) or _MOVES.match(one.name(call.func)))
+    )
+
+
+#: Names of functions that read a file, or send it elsewhere.
+_READS = re.compile(r"(^|_)(load|restore|resume|upload|log_artifact)(?!_state_dict)(_|$)")
+#: Functions that need an existing file as their first argument.
+_MOVES = re.compile(r"shutil\.(copy\w*|move)$|os\.(link|remove|rename|renames|replace|symlink|unlink|path\.getsize)$")
 
 
 def _words(source: Source, path: ast.expr) -> set[str]:
