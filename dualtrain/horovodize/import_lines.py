@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.imports import ENGINES, home
-from dualtrain.horovodize.nodes import loaded_module
+from dualtrain.horovodize.nodes import last_name, loaded_module
 from dualtrain.horovodize.order import starts_ranks
 from dualtrain.horovodize.rules.environment import is_guarded
 from dualtrain.horovodize.source import Finding, Source
@@ -41,6 +41,8 @@ def import_edits(source: Source, initialized: bool) -> tuple[list[Finding], list
         why = "a library that the script uses imports Horovod itself"
     elif not initialized:
         why = "hvd.init() is called in another file; give all files of the program at once"
+    elif any(map(_asks_for_horovod, source.files)):
+        why = "the program checks whether Horovod is installed, and may not call hvd.init() without it"
     elif stays is not None:
         why = f"`{ast.unparse(stays)}` has no certain replacement"
     else:
@@ -50,6 +52,24 @@ def import_edits(source: Source, initialized: bool) -> tuple[list[Finding], list
     how = "as one process: python -m dualtrain.horovodize" if alone else "with torchrun -m dualtrain.horovodize"
     message = f"the import of Horovod is not changed: {why}; start the script {how}"
     return [], [Finding((stays or lines[0]).lineno, "differs", message)]
+
+
+def _asks_for_horovod(source: Source) -> bool:
+    """Return whether the file checks if Horovod is installed: by ``import horovod`` in ``try``, or by its name."""
+    for node in source.nodes:
+        if isinstance(node, ast.Import) and any(alias.name == "horovod" for alias in node.names):
+            if is_guarded(source, node):
+                return True
+        elif isinstance(node, ast.Constant) and node.value in ("horovod", "horovod.torch"):
+            parent = source.parents[node]
+            called = last_name(parent.func) if isinstance(parent, ast.Call) else ""
+            if _ASKS.search(called) or (isinstance(parent, ast.Compare) and "sys.modules" in ast.unparse(parent)):
+                return True
+    return False
+
+
+#: Names of functions that look for a module or package.
+_ASKS = re.compile(r"find_(spec|loader|module)|version|distribution|require|available|installed", re.IGNORECASE)
 
 
 def _is_of_torch(node: _Import) -> bool:

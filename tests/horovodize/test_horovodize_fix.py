@@ -212,12 +212,23 @@ IMPORTS = [
         "import horovod.torch as hvd\nfrom horovod.spark import run\nfrom horovod.ray import RayExecutor",
         "import dualtrain.hvd as hvd\nfrom dualtrain.spark import run\nfrom dualtrain.ray import RayExecutor",
     ),
+    *(  # not changed: without Horovod, the script would not use dualtrain, and each rank would train alone
+        (f"{asks}\nimport horovod.torch as hvd", None)
+        for asks in (
+            "try:\n    import horovod\nexcept ImportError: x = None",
+            "x = importlib.util.find_spec('horovod') is not None",
+            "x = is_package_available('horovod.torch')",
+            "x = 'horovod' in sys.modules",
+        )
+    ),
     ("import horovod.torch\nhorovod.torch.rank()", None),
     ("import horovod . torch as hvd", None),
     ("import horovod \\\n  .torch as hvd", None),
     ("import horovod.torch as hvd\nimport ignite.metrics", None),
     (
+        "parser.add_argument('horovod')\n"
         "hvd = importlib.import_module('horovod.torch')\nself.hvd = import_module(\"horovod.torch\")",
+        "parser.add_argument('horovod')\n"
         "hvd = importlib.import_module('dualtrain.hvd')\nself.hvd = import_module(\"dualtrain.hvd\")",
     ),
     ('import importlib\nhvd = importlib.import_module("horovod" ".torch")', None),
