@@ -50,6 +50,14 @@ REPAIRS = [
         "    with optimizer.skip_synchronize():  # go\n        optimizer.step()\n",
     ),
     ("for x in data: loss.backward(); clip_grad_norm_(p, 1); optimizer.step()\n", None),
+    *(  # not repaired: another call passes an optimizer that is not wrapped
+        (
+            "def fit(optimizer):\n    loss.backward()\n    clip_grad_norm_(p, 1)\n    optimizer.step()\n"
+            f"fit(optimizer)\nfit({other})\n",
+            None,
+        )
+        for other in ("plain", "optimizer=plain", "optimizers[0]", "torch.optim.SGD(p, lr=1)")
+    ),
     (
         "loss.backward()\noptimizer.synchronize()\nnorm = (\n    optimizer.step())\n",
         "loss.backward()\noptimizer.synchronize()\nwith optimizer.skip_synchronize():\n    norm = (\n"

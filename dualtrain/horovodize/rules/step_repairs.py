@@ -7,7 +7,9 @@ import ast
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.events import STEPS, Event, has, since_backward, skips, until_backward
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.source import Source
+from dualtrain.horovodize.nodes import last_name
+from dualtrain.horovodize.order import argument
+from dualtrain.horovodize.source import Function, Source
 
 
 def synchronize_before(source: Source, events: list[Event], number: int) -> list[Edit]:
@@ -27,8 +29,8 @@ def synchronize_before(source: Source, events: list[Event], number: int) -> list
         return []
     edits: list[Edit] = []
     guards = Guards.of(source)
-    for name, step in firsts.items():
-        if not can_synchronize(source, name) or skips(source, step) or step.owner is None:
+    for step in firsts.values():
+        if not can_synchronize(source, step) or skips(source, step) or step.owner is None:
             return []
         if not guards.runs_whenever(step.node, event.node):
             return []  # in a pass without a step, synchronize() would be too early: later passes add to the gradients
@@ -44,7 +46,7 @@ def synchronize_before(source: Source, events: list[Event], number: int) -> list
 def skip_around(source: Source, step: Event) -> list[Edit]:
     """Put the statement of a step into ``with optimizer.skip_synchronize():``."""
     closure = step.kind == "step" and (step.node.args or step.node.keywords)
-    if step.owner is None or closure or not can_synchronize(source, step.optimizer):
+    if step.owner is None or closure or not can_synchronize(source, step):
         return []
     statement = source.statement(step.node)
     simple = isinstance(statement, ast.Expr | ast.Assign)
@@ -56,18 +58,30 @@ def synchronize_outside(source: Source, step: Event) -> list[Edit]:
     block = source.parents[source.statement(step.node)]
     if not isinstance(block, ast.With) or len(block.body) > 1 or "skip_synchronize" not in ast.unparse(block.items[0]):
         return []
-    if step.owner is None or not can_synchronize(source, step.optimizer):
+    if step.owner is None or not can_synchronize(source, step):
         return []
     return source.layout.insert_before(block, f"{ast.unparse(step.owner)}.synchronize()")
 
 
-def can_synchronize(source: Source, optimizer: str) -> bool:
-    """Return whether the variable ``optimizer`` certainly holds a wrapped optimizer, and the script does not use Adasum."""
-    wraps = [wrap for name, wrap in source.wraps if name == optimizer]
+def can_synchronize(source: Source, step: Event) -> bool:
+    """Return whether the optimizer of ``step`` is certainly a wrapped one, and the script does not use Adasum."""
+    wraps = [wrap for name, wrap in source.wraps if name == step.optimizer]
     if not wraps or any(source.hvd(node) == "Adasum" for node in source.nodes):
         return False
     guards = Guards.of(source)
-    return not any(guards.is_conditional(wrap) for wrap in wraps)
+    return not any(guards.is_conditional(wrap) for wrap in wraps) and all(
+        last_name(value) in source.wrapped for value in _given(source, step)
+    )
+
+
+def _given(source: Source, step: Event) -> list[ast.expr]:
+    """Return what the program passes for the optimizer of ``step`` if it is a parameter; else an empty list."""
+    function = source.scope(step.node)
+    if not isinstance(function, Function) or not isinstance(step.owner, ast.Name):
+        return []
+    calls = (call for file in source.files for call in file.calls if last_name(call.func) == function.name)
+    values = (argument(source, function, call, step.optimizer) for call in calls)
+    return [value for value in values if value is not None]
 
 
 def _common_block(source: Source, first: ast.AST, step: ast.AST) -> ast.stmt | None:
