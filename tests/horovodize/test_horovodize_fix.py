@@ -103,6 +103,11 @@ REPAIRS = [
         "s = torch.utils.data.DistributedSampler(d, 2, 0)\ndef run():\n    for e in range(3): s.set_epoch(e); go()\n",
     ),
     ("s = torch.utils.data.DistributedSampler(d, 2, r)\nfor e in range(3): go()\ns = None\n", None),
+    (  # not repaired: the loop over a number of experts is not the loop over epochs
+        "s = torch.utils.data.DistributedSampler(d, 2, r)\nl = torch.utils.data.DataLoader(d, sampler=s)\n"
+        "def show(e):\n    print(e)\nfor e in range(3):\n    show(e)\nwhile go():\n    for x in l:\n        step(x)\n",
+        None,
+    ),
     (
         "a, b = torch.utils.data.random_split(data, [9, 1])\n",
         "a, b = torch.utils.data.random_split(data, [9, 1], generator=torch.Generator().manual_seed(0))\n",

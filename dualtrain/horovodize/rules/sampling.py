@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import argument_at, first_argument, is_bool, is_stored, keyword, last_name
+from dualtrain.horovodize.nodes import argument_at, calls_in, first_argument, is_bool, is_stored, keyword, last_name
 from dualtrain.horovodize.order import runs_on_driver
 from dualtrain.horovodize.rules.evaluation import is_evaluation, is_for_evaluation
 from dualtrain.horovodize.rules.own_data import is_made_by_rank, is_sharded
@@ -184,12 +185,38 @@ def _set_epoch_of(source: Source, call: ast.Call) -> list[Edit]:
 def set_epoch(source: Source, sampler: str, assignment: ast.stmt) -> list[Edit]:
     """Return edits that call set_epoch in the loop over epochs.
 
-    Return no edits if there are several such loops, or if the loop cannot use the variable ``sampler``.
+    Return no edits if there are several such loops, or if the loop does not train or cannot use the variable ``sampler``.
     """
     loops = _epoch_loops(source)
-    if len(loops) != 1 or not isinstance(loops[0].target, ast.Name) or not _reaches(source, sampler, assignment, loops[0]):
+    if len(loops) != 1 or not isinstance(loops[0].target, ast.Name) or not _may_train(source, loops[0], set()):
+        return []
+    if not _reaches(source, sampler, assignment, loops[0]):
         return []
     return source.layout.insert_before(loops[0].body[0], f"{sampler}.set_epoch({loops[0].target.id})")
+
+
+def _may_train(source: Source, node: ast.AST, seen: set[ast.AST]) -> bool:
+    """Return whether the code in ``node`` may take a training step, itself or by a function that it calls.
+
+    A loop in ``node`` may do so, unless it is over a range.
+    """
+    seen.add(node)
+    loops = (part for part in ast.walk(node) if isinstance(part, ast.For) and part is not node)
+    if any(not ast.unparse(loop.iter).startswith("range(") for loop in loops):
+        return True
+    for call in calls_in(node):
+        name = last_name(call.func)
+        functions = [file.functions[name] for file in source.files if name in file.functions]
+        unknown = isinstance(call.func, ast.Name) and not source.name(call.func) and name not in dir(builtins)
+        if name == "backward" or (not functions and (unknown or _TRAINS.search(name))):
+            return True
+        if any(_may_train(source, function, seen) for function in functions if function not in seen):
+            return True
+    return False
+
+
+#: Names of functions and methods of other files that may train.
+_TRAINS = re.compile(r"train|fit|run|epoch|step|loop|update|optimi[sz]e", re.IGNORECASE)
 
 
 def _reaches(source: Source, target: str, statement: ast.stmt, loop: ast.For) -> bool:
