@@ -112,6 +112,11 @@ REPAIRS = [
         "a, b = torch.utils.data.random_split(data, [9, 1])\n",
         "a, b = torch.utils.data.random_split(data, [9, 1], generator=torch.Generator().manual_seed(0))\n",
     ),
+    ("for fold in range(5):\n    a, b = torch.utils.data.random_split(data, [9, 1])\n", None),  # the splits must differ
+    (
+        "def split():\n    return torch.utils.data.random_split(data, [9, 1])\nfor fold in range(5):\n    fit(split())\n",
+        None,
+    ),
     (
         "for e in range(2):\n  torch.save({'a': 1,\n    'b': '''x\ny'''}, 'file')\n",
         "for e in range(2):\n  if hvd.rank() == 0:\n    torch.save({'a': 1,\n    'b': '''x\ny'''}, 'file')\n",

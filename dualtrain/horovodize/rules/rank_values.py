@@ -166,7 +166,7 @@ def rate_on_some_ranks(source: Source) -> Iterator[Finding]:
         later = set(nodes_after(source, at))
         trains = any(isinstance(node, ast.Call) and last_name(node.func) == "backward" for node in later)
         sent = any(call in later or call not in source.parents or _is_repeated(source, call) for call in sends)
-        if (trains or _may_repeat(source, at)) and not sent:
+        if (trains or may_repeat(source, at)) and not sent:
             message = (
                 "only some ranks change the learning rate, so that learning rates, and then weights, differ between ranks; "
                 "change it on all ranks"
@@ -179,7 +179,7 @@ def _is_repeated(source: Source, node: ast.AST) -> bool:
     return any(isinstance(above, ast.For | ast.While | Scope) and above is not source.tree for above in source.above(node))
 
 
-def _may_repeat(source: Source, node: ast.AST, depth: int = 0) -> bool:
+def may_repeat(source: Source, node: ast.AST, depth: int = 0) -> bool:
     """Return whether ``node``, or a call of the function that contains it, is in a loop that is not over param_groups.
 
     A loop does not count if a ``break`` after ``node`` ends it.
@@ -194,7 +194,7 @@ def _may_repeat(source: Source, node: ast.AST, depth: int = 0) -> bool:
         if isinstance(above, ast.stmt):
             left = left or isinstance(source.block(above)[-1], ast.Break)
     calls = calls_of(source, source.scope(node))
-    return depth < 3 and any(_may_repeat(source, call, depth + 1) for call in calls)
+    return depth < 3 and any(may_repeat(source, call, depth + 1) for call in calls)
 
 
 def _is_rate_of_wrapped(source: Source, target: str, assignment: ast.AST) -> bool:

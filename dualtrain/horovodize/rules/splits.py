@@ -9,6 +9,7 @@ from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.nodes import first_argument, keyword, names_in
 from dualtrain.horovodize.order import runs_on_driver
 from dualtrain.horovodize.rules.own_data import is_sharded
+from dualtrain.horovodize.rules.rank_values import may_repeat
 from dualtrain.horovodize.rules.seeds import seeds_numpy, seeds_random, seeds_torch
 from dualtrain.horovodize.rules.uses import is_distributed_sampler
 from dualtrain.horovodize.source import Finding, Source
@@ -41,7 +42,8 @@ def different_splits(source: Source) -> Iterator[Finding]:
             f"validation; pass {given}"
         )
         known = source.imports_torch(call) or "torch" not in given
-        yield Finding(call.lineno, "trap", message, tuple(source.layout.add_keywords(call, [given]) if known else ()))
+        edits = source.layout.add_keywords(call, [given]) if known and not may_repeat(source, call) else []
+        yield Finding(call.lineno, "trap", message, tuple(edits))  # with one seed, repeated splits would be equal
 
 
 def _is_part_of_rank(source: Source, data: ast.expr) -> bool:
