@@ -145,6 +145,7 @@ REPAIRS = [
     ("hvd.allreduce(total, name='t')\n", "hvd.allreduce_(total, name='t')\n"),
     ("def f(value):\n    hvd.allreduce(value)\n", None),  # not repaired: the tensor is the caller's
     ("hvd.allgather(total, name='t')\n", None),
+    ("loss = model(x).sqrt()\nhvd.allreduce(loss)\nloss.backward()\noptimizer.step()\n", None),  # its gradient would change
     ("hvd.allreduce_async_(x.grad)\n", "hvd.synchronize(hvd.allreduce_async_(x.grad))\n"),
     (
         "if args.clip:\n    hvd.shutdown()\ntorch.save(x, 'x')\n",

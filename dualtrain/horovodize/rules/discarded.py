@@ -107,6 +107,9 @@ def _edits_to_use_result(source: Source, call: ast.Call, name: str) -> list[Edit
         return []
     if isinstance(value, ast.Name) and value.id in source.parameters(call):
         return []  # the caller of the function may still need the tensor's old value
+    later = (one for one in source.calls if last_name(one.func) == "backward" and one.lineno > call.lineno)
+    if any(isinstance(one.func, ast.Attribute) and ast.unparse(one.func.value) == ast.unparse(value) for one in later):
+        return []  # backward may need the loss of this rank, as after sqrt()
     if name in ("allreduce", "broadcast"):
         end = layout.end(call.func)
         return [Edit(end, end, "_")]
