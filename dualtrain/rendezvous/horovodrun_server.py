@@ -25,6 +25,8 @@ _PAUSE_SECONDS = 0.02  # between two requests for a value that is not set
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
 #: On rank 0: for each world, the ranks that have not confirmed the name, and the last number that was answered.
 _unconfirmed: dict[World, dict[int, str | None]] = {}
+#: On another rank: for each world, the name that this rank has confirmed.
+_confirmed: dict[World, str] = {}
 
 
 def server() -> str:
@@ -43,11 +45,15 @@ def agree_on_prefix(world: World, deadline: float) -> str | None:
     """
     own = _number(world)
     if world.rank != 0:
-        put(world, f"come-{world.rank}", own)
-        name = get(world, f"answer-{own}", deadline)
-        if name is not None:
+        if world not in _confirmed:
+            put(world, f"come-{world.rank}", own)
+            name = get(world, f"answer-{own}", deadline)
+            if name is None:
+                return None
             put(world, f"{name}-joined-{world.rank}", "-")
-        return name
+            # Don't read the answer again: rank 0 overwrites it if it makes a name for another world.
+            _confirmed[world] = name
+        return _confirmed[world]
     waiting = _unconfirmed.setdefault(world, dict.fromkeys(range(1, world.size)))
     while True:
         for rank in list(waiting):

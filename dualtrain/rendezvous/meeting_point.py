@@ -293,7 +293,7 @@ def _exchange_by_server(world: World, timeout: float, key: str, value: str) -> l
 
 
 def _gather_by_server(world: World, deadline: float, key: str, value: str) -> list[str]:
-    """Return every rank's ``value``; or "missing" and a rank's number, if this rank put no value by ``deadline``."""
+    """Return every rank's ``value``; or "missing" and the number of a rank that put no value by ``deadline``."""
     put(world, f"{key}-{world.rank}", value)
     if world.rank == 0:  # read all values, and put the list on the server
         values = [get(world, f"{key}-{rank}", deadline) for rank in range(world.size)]

@@ -254,6 +254,26 @@ def test_programs_may_use_horovodruns_server_one_after_another(tmp_path):
                 assert end.stdout == "[0, 1]\n" * 2, end.stderr
 
 
+AGREES_AGAIN = """
+import time
+from dataclasses import replace
+from dualtrain.launchers import detect_world
+from dualtrain.rendezvous.horovodrun_server import agree_on_prefix
+first = detect_world()
+names = []
+for world in (first, replace(first, job="other"), first):
+    names.append(agree_on_prefix(world, time.monotonic() + 60))
+    time.sleep(0.3 * first.rank)  # rank 0 first reads the number that the other rank has written for the earlier world
+print(names)
+"""
+
+
+def test_ranks_keep_the_prefix_that_they_have_agreed_on(tmp_path):
+    with horovodrun(2) as ranks:
+        one, other = run_ranks(ranks, ("-c", AGREES_AGAIN), tmp_path, env=ENV)
+    assert one.stdout == other.stdout != "", other.stderr
+
+
 def test_within_raises_at_its_timeout_and_passes_on_results_and_errors():
     released = threading.Event()
     with pytest.raises(UserError, match=r"MPI did not start within 0.01 s: .*give the same --backend to all"):
