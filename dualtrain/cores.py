@@ -60,16 +60,16 @@ def cores_together(affinities: Sequence[Collection[int]], quotas: Sequence[float
 def threads_per_rank(ranks: Sequence[tuple[Hashable, Collection[int], float | None]]) -> int:
     """Return the smallest share of its host's cores that any of ``ranks`` has, at least 1.
 
-    A rank that a launcher binds to some of the host's cores has no larger share than these cores.
+    A rank's share is at most the number of cores that it may use alone, since a launcher may bind it to a few cores.
 
     Args:
         ranks: the host, the CPU affinity and the CPU quota of each rank.
     """
     shares = []
     for host in {host for host, _, _ in ranks}:
-        affinities = [affinity for other, affinity, _ in ranks if other == host]
-        together = cores_together(affinities, [quota for other, _, quota in ranks if other == host])
-        shares.append(min(share_of(together, len(affinities)), *map(len, affinities)))
+        here = [(affinity, quota) for other, affinity, quota in ranks if other == host]
+        alone = [cores_together([affinity], [quota]) for affinity, quota in here]
+        shares.append(min(share_of(cores_together(*zip(*here, strict=True)), len(here)), *alone))
     return min(shares)
 
 

@@ -133,6 +133,7 @@ def test_ranks_share_the_cores_and_each_gets_at_least_one():
         ([("a", range(8), 4.5)] * 2, 2),
         ([("a", range(8), 0.5)] * 2, 1),
         ([("a", range(8), 3.0), ("a", range(8), 6.0)], 3),
+        ([("a", range(8), 2.0), ("a", range(8), None)], 2),  # not more threads than the quota of the rank
     ],
 )
 def test_each_rank_has_its_share_of_the_cores_that_the_ranks_of_its_host_may_use_together(ranks, number):
