@@ -228,27 +228,31 @@ def test_after_an_interruption_within_a_sum_all_later_sums_fail_on_every_rank(co
     run_threads(2, interrupted, count)
 
 
-def fails_after_a_peer(backend):
-    """Raise an error in a sum on rank 0, which knows at this moment that the other rank has failed."""
+def fails_in_a_sum(backend, second, later):
+    """Raise an error in a sum on rank 0, and then ``second`` while its cause is looked for; later sums raise ``later``."""
     library, backend = backend, share_memory(backend, (0,) * backend.size)
     if backend.rank:
         backend.start_sum(torch.ones(3), "t")
     library.exchange([0])
     if backend.rank == 0:
-        failed = PeerFailedError("rank 1 died", PeerFailure(1, "died"))
         with (
-            mock.patch.object(backend.sums, "_check_tags", side_effect=RuntimeError),
-            mock.patch.object(library, "failure", side_effect=failed),
-            pytest.raises(PeerFailedError),
+            mock.patch.object(backend.sums, "_check_tags", side_effect=RuntimeError("no memory")),
+            mock.patch.object(library, "failure", side_effect=second),
+            pytest.raises(type(second)),
         ):
             backend.start_sum(torch.ones(3), "t")
-        with pytest.raises(PeerFailedError, match="rank 1 died"):
+        kind = PeerFailedError if isinstance(second, PeerFailedError) else BackendError
+        with pytest.raises(kind, match=f"^sum of 'later' cannot be done after an earlier failure: {later}$"):
             backend.start_sum(torch.ones(3), "later")
     library.exchange([1])
 
 
 def test_after_an_error_in_a_sum_and_the_failure_of_a_rank_all_later_sums_fail():
-    run_threads(2, fails_after_a_peer)
+    run_threads(2, fails_in_a_sum, PeerFailedError("rank 1 died", PeerFailure(1, "died")), "rank 1 died")
+
+
+def test_after_an_error_in_a_sum_and_an_interrupt_all_later_sums_fail():
+    run_threads(2, fails_in_a_sum, KeyboardInterrupt(), "sum of 't' failed: no memory")
 
 
 def late_for_the_comparison(backend):

@@ -38,7 +38,7 @@ from dualtrain.backends.shm.shards import Plan, Region, Tree
 from dualtrain.backends.shm.short import SHORT_BYTES, ShortTensors, reduce_into, reduced
 from dualtrain.backends.sum_order import SumOrder
 from dualtrain.backends.waits import SLICE_SECONDS
-from dualtrain.errors import BackendError, PeerFailedError
+from dualtrain.errors import BackendError, PeerFailedError, first_line
 
 _VECTOR_BYTES = 1 << 10  # smallest size of a slot for exchanged vectors; a rank's two slots are enlarged to whole pages
 _TAGS = 128  # length of a ring buffer of tags; limits how many operations a rank may post ahead of the others
@@ -393,15 +393,15 @@ class SharedMemory:
         if isinstance(error, PeerFailedError) or (isinstance(error, BackendError) and error.__cause__ is not None):
             self._fail(error)
             raise error
-        if isinstance(error, BackendError):
-            # Give the error a cause: ``abandon`` assumes that all ranks raise an error without one.
-            failure = BackendError(str(error))
-        else:
+        # Give the error a cause: ``abandon`` assumes that all ranks raise an error without one.
+        failure = BackendError(str(error) if isinstance(error, BackendError) else f"{what} failed: {first_line(error)}")
+        self._fail(failure)  # an interrupt may stop the wait in ``failure`` below
+        if not isinstance(error, BackendError):
             try:
                 failure = self._library.failure(what, error)
             except PeerFailedError as peer_failed:
                 failure = peer_failed
-        self._fail(failure)
+            self._fail(failure)
         raise failure from error
 
     def _fail(self, failure: BackendError) -> None:
