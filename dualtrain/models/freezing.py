@@ -45,7 +45,15 @@ _FROZEN: dict[type[_BatchNorm], type[FrozenNorm]] = {
 @cache
 def _frozen(kind: Any) -> Any:
     """Return the class of frozen layers for a class of BatchNorm layers; make it for a class of the user or a library."""
-    return _FROZEN.get(kind) or type(f"Frozen{kind.__name__}", (FrozenNorm, kind), {})
+    # pickle does not find a class that is made here by its name.
+    reduced = {"__reduce_ex__": lambda self, protocol: (_new, (kind,), vars(self))}
+    return _FROZEN.get(kind) or type(f"Frozen{kind.__name__}", (FrozenNorm, kind), reduced)
+
+
+def _new(kind: Any) -> Any:
+    """Return a frozen layer without attributes, to which pickle or copy adds the attributes of another one."""
+    frozen = _frozen(kind)
+    return frozen.__new__(frozen)
 
 
 def freeze_backbone(model: nn.Module, head: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 from pathlib import Path
 from unittest import mock
 
@@ -247,7 +248,7 @@ def test_a_frozen_backbone_keeps_the_statistics_of_other_classes_of_batchnorm(no
     model = nn.Sequential(nn.Conv2d(3, 4, 3), norm(4), nn.Flatten(), nn.Linear(4, 2))
     freeze_backbone(model, "3")
     freeze_backbone(model, "3")
-    for trained in (model, copy.deepcopy(model)):
+    for trained in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert isinstance(trained[1], norm)
         before = copy.deepcopy(trained[1].state_dict())
         take_two_steps(trained, torch.rand(4, 3, 3, 3), torch.arange(4) % 2)
