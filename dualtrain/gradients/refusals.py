@@ -55,8 +55,7 @@ class Refusals:
         hooks: the reducer's parameters.
         steps: the number of steps that the optimizer has taken on this rank, with the current backend.
         has_idle_ranks: True if some ranks have no shards.
-        dropped: True after a failed exchange has set all gradients to ``None``, until the program calls ``zero_grad`` or a
-            parameter has a gradient.
+        dropped: True after :meth:`drop_gradients`, until the program calls ``zero_grad`` or a parameter has a gradient.
         sent_dropped: True during an optimizer step that ends a round of which a part was sent before the program called
             ``zero_grad``.
     """
@@ -64,6 +63,7 @@ class Refusals:
     def __init__(self, hooks: ParameterHooks) -> None:
         self.steps = 0
         self.dropped = self.sent_dropped = False
+        self._dropped_by = ""  # why ``dropped`` is true, for the error's message
         self.optimizer: torch.optim.Optimizer | None = None
         self.allows_copies = self.has_idle_ranks = False
         self.hooks = hooks
@@ -92,14 +92,14 @@ class Refusals:
         found = self._forms.difference() or next(filter(None, refused), None)
         return found or self._unknown() or self._unaveraged() or self._lost() or self._dropped()
 
-    def drop_gradients(self) -> None:
-        """Set all gradients to ``None`` after a failed exchange: some may be sums, and others this rank's own gradients.
+    def drop_gradients(self, by: str = "when their exchange failed") -> None:
+        """Set all gradients to ``None``, because some may be sums, and others this rank's own gradients.
 
         Further exchanges are refused until the program calls ``zero_grad`` or a parameter has a gradient.
         """
         for slot in self.hooks.slots:
             slot.param.grad = None
-        self.dropped, self.sent_dropped = bool(self.hooks.slots), False
+        self.dropped, self.sent_dropped, self._dropped_by = bool(self.hooks.slots), False, by
 
     def _unaveraged(self) -> str | None:
         # Attributes are checked here, and not in ``replace``: the program may call add_param_group after the replacement.
@@ -125,7 +125,7 @@ class Refusals:
             self.dropped = all(slot.param.grad is None for slot in self.hooks.slots)
         if not self.dropped:
             return SENT_DROPPED if self.sent_dropped else None
-        return "the gradients were dropped when their exchange failed: call optimizer.zero_grad(), and run backward again"
+        return f"the gradients were dropped {self._dropped_by}: call optimizer.zero_grad(), and run backward again"
 
     def _lost(self) -> str | None:
         lost = self.hooks.lost()

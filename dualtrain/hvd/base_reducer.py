@@ -86,6 +86,8 @@ class HorovodReducer(ABC):
         #: to a later exchange.
         self._dirty_after_drop = False
         self.closed = False
+        #: Whether gradients were discarded by ``discard_step``, and the program has not called ``zero_grad`` since.
+        self.discarded = False
         self._generation = 0
         self._late: list[tuple[str, torch.nn.Parameter]] = []  # added later; not in the layout yet
         self._first_slots = 0  # number of slots when this reducer got its channel name
@@ -145,6 +147,7 @@ class HorovodReducer(ABC):
         self.add_unfrozen()
         try:
             self._complete_dropped()
+            self._refuse_without_gradients()
             if self._late:
                 self._reduce_late()
             else:
@@ -161,6 +164,16 @@ class HorovodReducer(ABC):
             if self.exchanging or (self.dirty and not self._dirty_after_drop):
                 basics.engine().require_unused(self.current)
             self.exchange_zeros()
+
+    def _refuse_without_gradients(self) -> None:
+        """After ``discard_step``, make the next exchange fail on all ranks if this rank has run no backward since.
+
+        Otherwise, the step would silently use zeros. Horovod uses the gradients of the discarded step.
+        """
+        params = (*(slot.param for slot in self.hooks.slots), *(p for _, p in self._late))
+        if self.discarded and all(p.grad is None for p in params):
+            self.refusals.drop_gradients("by load_state_dict()")
+        self.discarded = False
 
     def _reduce_late(self) -> None:
         """Combine the gradients in the current layout. Then add the late parameters, and combine theirs in the new layout.
@@ -288,6 +301,7 @@ class HorovodReducer(ABC):
         """
         begun, in_world = self.dirty or self.exchanging, self._generation == basics.generation()
         if begun:
+            self.discarded = True
             for slot in self.hooks.slots:
                 slot.param.grad = None  # it may be a sum over the ranks already
         for _, p in (*self._late, *self.hooks.frozen):  # without a hook, so they do not count for ``begun``

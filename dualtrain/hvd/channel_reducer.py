@@ -158,7 +158,8 @@ class ChannelReducer(HorovodReducer):
         if self.exchange_is_discarded() or not self.exchanging:
             self._forget_gradients()
         self._is_left_out = divide_by == "active" and not self.exchanging
-        self.refusals.dropped = False  # an exchange of zeros is allowed even if the last exchange was refused
+        # An exchange of zeros is allowed even if the last exchange was refused, or its gradients were discarded.
+        self.refusals.dropped = self.discarded = False
         basics.exchangers.unused.add(self.current)
         try:
             with as_horovod_errors():

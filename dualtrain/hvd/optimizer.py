@@ -357,7 +357,7 @@ class _Optimizer(NativeOptimizer):
             )
         if self.reducer is not None:
             self.reducer.renew()
-            self.reducer.refusals.dropped = False
+            self.reducer.refusals.dropped = self.reducer.discarded = False
             self.reducer.hooks.restore()
         self._zero_gradients(set_to_none)
 
@@ -379,8 +379,9 @@ class _Optimizer(NativeOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> None:
         """Load the wrapped optimizer's state, and discard the step that backward has begun, if any.
 
-        If a step is discarded, its gradients become ``None``, and every rank must call this method. A rank that has
-        not run backward in this step must then wait for the other ranks, for example in ``barrier``, before its next step.
+        If a step is discarded, its gradients become ``None``, and every rank must call this method, and run backward
+        again before ``step``. A rank that has not run backward in this step must then wait for the other ranks, for example
+        in ``barrier``, before its next step.
         """
         self._synchronized, self._should_synchronize = False, True
         if self.reducer is not None:

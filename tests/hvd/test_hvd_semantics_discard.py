@@ -116,6 +116,25 @@ def test_a_rank_without_a_backward_pass_takes_part_in_a_discarded_step(real, op,
     real(without_backward, op, steps_before)
 
 
+def without_another_backward(backend, op, numel):
+    """Discard a step, and call ``step`` without a new backward. Horovod would use the discarded gradients."""
+    with library(backend) as hvd:
+        program = Program(hvd, op, numel)
+        for _ in range(2):  # the first exchange, and a later one
+            program.backward(1.0)
+            program.optimizer.load_state_dict(program.optimizer.state_dict())
+            with pytest.raises(hvd.mpi_ops.HorovodInternalError, match=r"dropped by load_state_dict\(\): call optimizer\."):
+                program.optimizer.step()
+            program.optimizer.zero_grad()
+            assert program.step(1.0) == [hvd.size() if op == "Sum" else 1.0] * 2
+
+
+@pytest.mark.parametrize(("op", "numel"), [("Sum", 2), ("Sum", LARGE), ("Max", 2)])
+@OURS
+def test_a_step_without_gradients_after_a_discarded_step_raises_an_error_on_every_rank(real, op, numel):
+    real(without_another_backward, op, numel)
+
+
 def on_one_rank(backend, op, uses_b):
     """Discard a step on rank 0, and take it on the other ranks."""
     with library(backend) as hvd:
