@@ -46,8 +46,10 @@ class Guards:
         return any(test is one and truth is value for test, truth in mine for one, value in others if self.signature(test))
 
     def is_decided(self, branch: ast.AST, comparison: str) -> bool:
-        """Return whether a condition around ``branch`` makes this comparison of the rank, as in ``elif rank != 0``."""
-        return any((known := self.signature(test)) and known[1] == comparison for test, _ in self._conditions(branch))
+        """Return whether an ``if`` around ``branch`` in its function makes this comparison, as in ``elif rank != 0``."""
+        scope = self.source.scope(branch)
+        around = [above.test for above in self.source.around(branch, ast.If) if self.source.scope(above) is scope]
+        return any((known := self.signature(test)) and known[1] == comparison for test in around)
 
     def signature(self, test: ast.expr, depth: int = 0) -> tuple[bool, str] | None:
         """Return a normal form of ``test``: whether it is true on one rank only, and its comparison, as in "rank == 0".

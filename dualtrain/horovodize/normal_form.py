@@ -8,6 +8,8 @@ from copy import deepcopy
 #: For each comparison operator, the one that means the same after the operands are swapped.
 _SWAPPED: dict[type[ast.cmpop], type[ast.cmpop]] = {ast.Lt: ast.Gt, ast.Gt: ast.Lt, ast.LtE: ast.GtE, ast.GtE: ast.LtE}
 _SWAPPED |= {each: each for each in (ast.Eq, ast.NotEq, ast.Is, ast.IsNot)}
+#: A longer ``match`` stays: each case becomes one more nested ``if``, and Python limits the depth of recursive functions.
+_MOST_CASES = 100
 
 
 def normalized(tree: ast.Module) -> ast.Module:
@@ -35,7 +37,7 @@ def _without_constant_cases(match: ast.Match) -> ast.stmt:
     The rest of the cases is in ``else``. Return ``match`` itself if its first pattern is not a constant.
     """
     first, *rest = match.cases
-    test = _test(match.subject, first) if _may_be_repeated(match.subject) else None
+    test = _test(match.subject, first) if _may_be_repeated(match.subject) and len(rest) < _MOST_CASES else None
     if test is None:
         return match
     other: list[ast.stmt] = []
@@ -57,12 +59,16 @@ def _may_be_repeated(subject: ast.expr) -> bool:
 
 def _test(subject: ast.expr, case: ast.match_case) -> ast.expr | None:
     """Return the condition under which ``case`` applies; None unless its pattern consists of constants."""
-    patterns = case.pattern.patterns if isinstance(case.pattern, ast.MatchOr) else [case.pattern]
+    whole: ast.pattern = case.pattern
+    if isinstance(whole, ast.MatchAs) and whole.pattern is not None and whole.name is not None:  # case 0 as rank
+        subject = ast.NamedExpr(ast.Name(whole.name, ast.Store()), subject)
+        whole = whole.pattern
+    patterns = whole.patterns if isinstance(whole, ast.MatchOr) else [whole]
     values = [value for pattern in patterns if (value := _constant(pattern))]
     if len(values) < len(patterns):
         return None
-    several = isinstance(case.pattern, ast.MatchOr)
-    operator = ast.In() if several else ast.Is() if isinstance(case.pattern, ast.MatchSingleton) else ast.Eq()
+    several = isinstance(whole, ast.MatchOr)
+    operator = ast.In() if several else ast.Is() if isinstance(whole, ast.MatchSingleton) else ast.Eq()
     test: ast.expr = ast.Compare(subject, [operator], [ast.Tuple(values, ast.Load()) if several else values[0]])
     if case.guard is not None:
         test = ast.BoolOp(ast.And(), [test, case.guard])

@@ -352,7 +352,7 @@ CASES = [
             f"match {subject}:\n    case 0{guard}:\n        hvd.barrier()",
             f"match {subject}:\n    case 0{guard}:\n        hvd.barrier()\n    case _:\n        hvd.barrier()",
         )
-        for subject, guard in (("hvd.rank()", ""), ("hvd.rank()", " if x"))
+        for subject, guard in (("hvd.rank()", ""), ("hvd.rank()", " if x"), ("hvd.rank()", " as rank"))
     ),
     *(
         (
@@ -361,6 +361,21 @@ CASES = [
             f"if hvd.rank() == 0:\n    hvd.barrier()\nelif {test}:\n    hvd.barrier()",
         )
         for test in ("hvd.rank() != 0", "hvd.rank() > 0")
+    ),
+    *(
+        (
+            "collective_on_some_ranks",  # after an exit on the same condition, and in a function that is defined under it
+            f"{first}\n    {second}:\n{inner}",
+            f"{first}\n    {second}:\n{inner}    else:\n        hvd.barrier()",
+        )
+        for first, second, inner in (
+            (
+                "def f():\n    if hvd.is_initialized():\n        if hvd.rank() > 0:\n            return",
+                "if hvd.rank() == 0",
+                "        hvd.barrier()\n",
+            ),
+            ("if hvd.rank() == 0:\n  def f():", "if hvd.rank() == 0", "        hvd.barrier()\n"),
+        )
     ),
     (
         "collective_on_some_ranks",  # the case of the other ranks; no finding if this case is for one of several tasks

@@ -2070,6 +2070,11 @@ def test_a_case_that_runs_without_horovod_has_no_findings():
     assert [finding.line for finding in found] == [6]
 
 
+def test_a_match_with_hundreds_of_cases_is_read():
+    cases = "".join(f"    case {number}:\n        print({number})\n" for number in range(1200))
+    assert not findings(source(f"hvd.init()\nmatch hvd.rank():\n{cases}"))
+
+
 def test_spark_driver_code_has_no_findings_about_ranks():
     both = (
         "{}data = torch.utils.data.TensorDataset(x)\n{}loader = torch.utils.data.DataLoader(data, 9, True)\n"
