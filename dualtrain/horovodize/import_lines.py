@@ -62,6 +62,7 @@ def _asks_for_horovod(source: Source) -> bool:
                 return True
         elif isinstance(node, ast.Constant) and node.value in ("horovod", "horovod.torch"):
             parent = source.parents[node]
+            parent = source.parents[parent] if isinstance(parent, ast.keyword) else parent
             called = last_name(parent.func) if isinstance(parent, ast.Call) else ""
             if _ASKS.search(called) or (isinstance(parent, ast.Compare) and "sys.modules" in ast.unparse(parent)):
                 return True

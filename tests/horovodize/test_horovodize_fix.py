@@ -124,7 +124,19 @@ REPAIRS = [
     ("torch.save(x, best)\nx = torch.load(best)\n", None),  # not repaired: every rank reads the file
     *(
         (f"import os, shutil\ntorch.save(x, best)\n{line}\n", None)
-        for line in ("shutil.copyfile(best, 'x')", "os.replace(best, 'x')", "model.load(best)", "model = load_model(best)")
+        for line in (
+            "shutil.copyfile(best, 'x')",
+            "os.replace(best, 'x')",
+            "best.rename('x')",
+            "best.replace('x')",
+            "model.load(best)",
+            "model = load_model(best)",
+            "model = Net.from_pretrained(best)",
+        )
+    ),
+    (
+        "torch.save(x, best)\nprint(best.replace('a', 'b'))\n",
+        "if hvd.rank() == 0:\n    torch.save(x, best)\nprint(best.replace('a', 'b'))\n",
     ),
     (
         "model.load_state_dict(torch.load('old'))\ntorch.save(x, best)\n",
@@ -145,7 +157,24 @@ REPAIRS = [
     ("hvd.allreduce(total, name='t')\n", "hvd.allreduce_(total, name='t')\n"),
     ("def f(value):\n    hvd.allreduce(value)\n", None),  # not repaired: the tensor is the caller's
     ("hvd.allgather(total, name='t')\n", None),
-    ("loss = model(x).sqrt()\nhvd.allreduce(loss)\nloss.backward()\noptimizer.step()\n", None),  # its gradient would change
+    *(  # not repaired: the gradient of the loss would change
+        (f"{before}loss = model(x).sqrt()\nhvd.{call}\n{after}\noptimizer.step()\n", None)
+        for before, call, after in (
+            ("", "allreduce(loss)", "loss.backward()"),
+            ("", "allreduce(loss)", "scaler.scale(loss).backward()"),
+            ("", "allreduce(loss)", "total = loss + other\n(total / 4).backward()"),
+            ("def learn(loss):\n    loss.backward()\n", "allreduce(loss)", "learn(loss)"),
+            ("", "broadcast(loss, 0)", "loss.backward()"),
+        )
+    ),
+    (
+        "hvd.broadcast(w, 0)\nloss = model(w)\nloss.backward()\noptimizer.step()\n",
+        "hvd.broadcast_(w, 0)\nloss = model(w)\nloss.backward()\noptimizer.step()\n",
+    ),
+    (
+        "loss.backward()\noptimizer.step()\nhvd.allreduce(loss)\nprint(loss)\n",
+        "loss.backward()\noptimizer.step()\nhvd.allreduce_(loss)\nprint(loss)\n",
+    ),
     ("hvd.allreduce_async_(x.grad)\n", "hvd.synchronize(hvd.allreduce_async_(x.grad))\n"),
     (
         "if args.clip:\n    hvd.shutdown()\ntorch.save(x, 'x')\n",
@@ -236,6 +265,7 @@ IMPORTS = [
         for asks in (
             "try:\n    import horovod\nexcept ImportError: x = None",
             "x = importlib.util.find_spec('horovod') is not None",
+            "x = importlib.util.find_spec(name='horovod') is not None",
             "x = is_package_available('horovod.torch')",
             "x = 'horovod' in sys.modules",
         )
@@ -294,6 +324,8 @@ def test_a_file_that_another_file_of_the_program_loads_is_saved_by_every_rank(tm
         ("model = torch.nn.Linear(1, 1).cuda()", "hvd.broadcast_parameters(model.state_dict(), 0)", True),
         ("model = Net()\nloss = torch.nn.MSELoss()", "hvd.broadcast_parameters(model.state_dict(), 0)", True),
         ("model = Net()\nteacher = Net().cuda()", "hvd.broadcast_parameters(model.state_dict(), 0)", False),
+        ("model, loader = timm.create_model(x), make()", "hvd.broadcast_parameters(model.state_dict(), 0)", True),
+        ("model = Net()\nold = timm.create_model(x)\nold.eval()", "hvd.broadcast_parameters(model.state_dict(), 0)", False),
         ("model, other = Net(), torch.nn.Linear(1, 1)", "hvd.broadcast_parameters(model.state_dict(), 0)", False),
         ("model = Net()", "if resume:\n    hvd.broadcast_parameters(model.state_dict(), 0)", False),
     ],

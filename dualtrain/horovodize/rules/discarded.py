@@ -107,8 +107,7 @@ def _edits_to_use_result(source: Source, call: ast.Call, name: str) -> list[Edit
         return []
     if isinstance(value, ast.Name) and value.id in source.parameters(call):
         return []  # the caller of the function may still need the tensor's old value
-    later = (one for one in source.calls if last_name(one.func) == "backward" and one.lineno > call.lineno)
-    if any(isinstance(one.func, ast.Attribute) and ast.unparse(one.func.value) == ast.unparse(value) for one in later):
+    if _is_used_by_backward(source, call, value):
         return []  # backward may need the loss of this rank, as after sqrt()
     if name in ("allreduce", "broadcast"):
         end = layout.end(call.func)
@@ -116,6 +115,23 @@ def _edits_to_use_result(source: Source, call: ast.Call, name: str) -> list[Edit
     if name in ASYNC and name.endswith("_") and (wait := source.spell("synchronize", call)):
         return [Edit(layout.start(call), layout.start(call), f"{wait}("), Edit(layout.end(call), layout.end(call), ")")]
     return []
+
+
+def _is_used_by_backward(source: Source, call: ast.Call, value: ast.expr) -> bool:
+    """Return whether ``value`` is read after ``call`` and up to a backward pass of the same function.
+
+    For a broadcast, which scripts use to make a tensor equal on all ranks, only ``value.backward()`` counts.
+    """
+    own, text = source.scopes[source.scope(call)], ast.unparse(value)
+    passes = {"backward", *(name for name, calls in source.called_names if "backward" in calls)}
+    last = max(
+        (one.end_lineno or 0 for one in own if isinstance(one, ast.Call) and last_name(one.func) in passes), default=0
+    )
+    start = (call.end_lineno or call.lineno, call.end_col_offset or 0)
+    reads = [one for one in own if isinstance(one, ast.Name | ast.Attribute) and ast.unparse(one) == text]
+    if source.hvd(call.func).startswith("broadcast"):
+        reads = [one for one in reads if last_name(source.parents[one]) == "backward"]
+    return any((one.lineno, one.col_offset) > start and one.lineno <= last and not is_stored(one) for one in reads)
 
 
 def is_barrier(source: Source, call: ast.Call) -> bool:

@@ -119,15 +119,26 @@ def _is_read_by_all(source: Source, file: ast.expr) -> bool:
     """Return whether every rank may read the file."""
     words = _words(source, file)
     return any(
-        bool(words & _words(one, call.args[0])) and not Guards.of(one).looks_like_one_rank(call)
+        bool(words & _words(one, read)) and not Guards.of(one).looks_like_one_rank(call)
         for one in source.files
         for call in one.calls
-        if call.args and (_READS.search(last_name(call.func)) or _MOVES.match(one.name(call.func)))
+        for read in _read_path(one, call)
     )
 
 
+def _read_path(source: Source, call: ast.Call) -> list[ast.expr]:
+    """Return the path, in a list, if ``call`` needs an existing file: an argument, or ``path`` in ``path.rename(new)``."""
+    func, number = call.func, len(call.args)
+    if isinstance(func, ast.Attribute) and not source.name(func) and (func.attr, number) in _METHODS:
+        return [func.value]
+    reads = _READS.search(last_name(func)) or _MOVES.match(source.name(func))
+    return call.args[:1] if reads else []
+
+
 #: Names of functions that read a file, or send it elsewhere.
-_READS = re.compile(r"(^|_)(load|restore|resume|upload|log_artifact)(?!_state_dict)(_|$)")
+_READS = re.compile(r"(^|_)(load|restore|resume|upload|log_artifact)(?!_state_dict)(_|$)|from_pretrained$")
+#: Methods of pathlib.Path that need the file, with their numbers of arguments. ``str.replace`` has two arguments.
+_METHODS = {("rename", 1), ("replace", 1), ("stat", 0), ("unlink", 0)}
 #: Functions that need an existing file as their first argument.
 _MOVES = re.compile(r"shutil\.(copy\w*|move)$|os\.(link|remove|rename|renames|replace|symlink|unlink|path\.getsize)$")
 

@@ -223,17 +223,24 @@ def _sends_all_models(source: Source, seed: ast.Call) -> bool:
     return bool(sent) and all(any(are_related(source, made, one) for one in sent) for made in _made_models(source))
 
 
+#: Methods of models that optimizers and most other objects do not have.
+_OF_MODELS = ("eval", "named_parameters", "parameters")
 _MODELS = re.compile(r"torch\.nn\.(\w+\.)*(?!\w*Loss)[A-Z]\w*$|torchvision\.models\.")
 
 
 def _made_models(source: Source) -> Iterator[str]:
-    """Yield the variables to which a call assigns a model. In classes with a base class, they are parts of models."""
+    """Yield the variables to which a call assigns a model. In classes with a base class, they are parts of models.
+
+    The results of unknown functions are models if the file calls one of ``_OF_MODELS`` of the variable.
+    """
     classes = [one for file in source.files for one in file.classes]
     own = {one.name for one in classes if any(re.search("Module|Model|Net", last_name(base)) for base in one.bases)}
+    used = {ast.unparse(owner) for call in source.calls if (owner := owner_of(call, *_OF_MODELS)) is not None}
     for target, value, at in source.assignments:
         called = value.func if isinstance(value, ast.Call) else value
         while isinstance(called, ast.Attribute) and isinstance(called.value, ast.Call):
             called = called.value.func  # Net().cuda()
         part = any(one.bases for one in source.around(at, ast.ClassDef))
-        if called is not value and not part and (_MODELS.match(source.name(called)) or last_name(called) in own):
+        made = target in used or _MODELS.match(source.name(called)) or last_name(called) in own
+        if called is not value and not part and made:
             yield target
