@@ -22,9 +22,7 @@ def usable_cores(root: Path = Path("/")) -> int:
     Args:
         root: the folder that contains ``proc`` and ``sys``.
     """
-    cores = len(os.sched_getaffinity(0))
-    quota = cpu_quota(root)
-    return cores if quota is None else max(1, min(cores, int(quota)))
+    return cores_together([os.sched_getaffinity(0)], [cpu_quota(root)])
 
 
 def too_many_ranks(number: int, cores: int) -> str | None:
