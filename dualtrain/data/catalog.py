@@ -108,7 +108,7 @@ def transforms_of(
     statistics = options.statistics_for(channels, STATISTICS[name])
     augment = options.augment == "crop-flip"
     size, resize = options.image_size, options.resize
-    if size is not None and resize is None and size > side + 2 * options.pad * augment:
+    if size is not None and resize is None and size > options.largest_crop(side):
         resize = size
     if size is not None:
         options.check_crop(size, resize or side)
