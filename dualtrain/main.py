@@ -131,15 +131,11 @@ def _train(config: Config, backend: Backend) -> int:
 
     reported = threading.Event()
     interrupted.clear()
-    begun = threading.Lock()
-    if backend.watch is not None:
-        backend.watch.on_peer_failure = lambda failure: _report_peer_failure(failure, backend, begun, reported)
     on_signal = partial(_leave_on_signal, reported)
     earlier = install({signal.SIGTERM: on_signal, signal.SIGHUP: on_signal, signal.SIGINT: interrupt})
     try:
-        if backend.watch is not None and (failure := backend.watch.failure) is not None and not failure.quiet:
-            # The watch may have found this failure before ``on_peer_failure`` was set.
-            _report_peer_failure(failure, backend, begun, reported)
+        if backend.watch is not None:
+            backend.watch.add_callback(lambda failure: _report_peer_failure(failure, backend, reported))
         train(config, backend)
     except BaseException as error:
         if isinstance(error, StoppedError):
@@ -224,14 +220,11 @@ def _wait_for_all(backend: Backend) -> None:
         pass  # a rank has exited already: don't wait for it
 
 
-def _report_peer_failure(failure: PeerFailure, backend: Backend, begun: threading.Lock, reported: threading.Event) -> None:
+def _report_peer_failure(failure: PeerFailure, backend: Backend, reported: threading.Event) -> None:
     """Print that a rank has failed. Don't leave this to the training loop: a launcher may end this process earlier.
 
-    Print nothing if the failed rank reports a Ctrl-C, and the Ctrl-C reaches this rank too; or if another call, in this or
-    another thread, has acquired the lock ``begun``, which is never released.
+    Print nothing if the failed rank reports a Ctrl-C, and the Ctrl-C reaches this rank too.
     """
-    if not begun.acquire(blocking=False):
-        return
     if failure.reason.endswith(f": {_INTERRUPTED}") and interrupted.wait(_CTRL_C_SECONDS):
         reported.set()
         return  # rank 0 prints one line for the job

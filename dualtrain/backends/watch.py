@@ -9,6 +9,7 @@ In both cases, rank 0 informs all ranks. Every wait of a backend (``Waits.await_
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import selectors
 import socket
@@ -26,6 +27,8 @@ from typing import Any
 from dualtrain.errors import PeerFailure
 from dualtrain.processes import start_thread
 from dualtrain.rendezvous.connection import Connection, Ranks, cut_off, open_control_channel
+
+log = logging.getLogger(__name__)
 
 #: A report of a peer failure, or of an operation that a rank waits for. It is sent as JSON.
 Message = dict[str, Any]
@@ -52,8 +55,7 @@ class Watch:
     Attributes:
         failure: the first known failure; if it is quiet, the first failure that is not quiet replaces it.
         left: the quiet failure of each rank that has left the job normally.
-        on_peer_failure: called once, in the watch's thread, with the first failure that is not quiet. It is not called if
-            this failure is recorded before the attribute is set.
+        on_peer_failure: a function of the program, or ``None``. It is called as by :meth:`add_callback`.
         waiting: for each rank, the operations for which it has reported a long wait that has not ended, or a failed wait.
             Rank 0 also sends each report back to its sender. So a rank other than 0 finds its own wait here, as long as
             rank 0's process does not hang.
@@ -67,11 +69,13 @@ class Watch:
         self.rank = rank
         self.failure: PeerFailure | None = None
         self.left: dict[int, PeerFailure] = {}
-        self.on_peer_failure: Callable[[PeerFailure], None] | None = None
+        self._callbacks: list[Callable[[PeerFailure], None]] = []
+        self._on_peer_failure: Callable[[PeerFailure], None] | None = None
         self.waiting: dict[int, list[str]] = {}
         self._connections = connections
         self._reported = threading.Event()
         self._sending = threading.Lock()
+        self._recording = threading.Lock()
         self._leaving = False
         self._process = os.getpid()
         self._unhook: Callable[[], None] = _do_nothing
@@ -83,6 +87,36 @@ class Watch:
     def peer_failed(self) -> bool:
         """Return whether ``failure`` is known and is not quiet."""
         return self.failure is not None and not self.failure.quiet
+
+    def add_callback(self, function: Callable[[PeerFailure], None]) -> None:
+        """Let ``function`` be called once, with the first failure that is not quiet.
+
+        If this failure is known already, call ``function`` now, in this thread. Otherwise, the watch's thread calls it: the
+        function that was added last is called first, and an error that a function raises is logged.
+        """
+        with self._recording:
+            self._callbacks.append(function)
+            failure = self.failure if self.peer_failed else None
+        if failure is not None:
+            function(failure)
+
+    def remove_callback(self, function: Callable[[PeerFailure], None]) -> None:
+        """Undo :meth:`add_callback`. The watch's thread may be about to call ``function`` nevertheless."""
+        with self._recording:
+            self._callbacks.remove(function)
+
+    @property
+    def on_peer_failure(self) -> Callable[[PeerFailure], None] | None:
+        """The program's own function, see the class."""
+        return self._on_peer_failure
+
+    @on_peer_failure.setter
+    def on_peer_failure(self, function: Callable[[PeerFailure], None] | None) -> None:
+        if self._on_peer_failure is not None:
+            self.remove_callback(self._on_peer_failure)
+        self._on_peer_failure = function
+        if function is not None:
+            self.add_callback(function)
 
     def report_at_exit(self) -> None:
         """Report to the other ranks when this process has an uncaught exception, or exits without closing its backend.
@@ -141,7 +175,7 @@ class Watch:
         return not self._leaving and self._process == os.getpid()
 
     def wait_for_report(self, seconds: float) -> None:
-        """Block until a failure that is not quiet is known and ``on_peer_failure`` has returned, at most for ``seconds``.
+        """Block until a failure that is not quiet is known and the callbacks have returned, at most for ``seconds``.
 
         Do not call this in the watch's thread.
         """
@@ -217,16 +251,20 @@ class Watch:
     def _note_failure(self, failure: PeerFailure) -> None:
         if failure.quiet and not self._leaving:
             self.left[failure.rank] = failure
-        # The first failure that is not quiet is the cause; later ones are its consequences.
-        if self._leaving or self.peer_failed or (failure.quiet and self.failure is not None):
+        with self._recording:
+            # The first failure that is not quiet is the cause; later ones are its consequences.
+            if self._leaving or self.peer_failed or (failure.quiet and self.failure is not None):
+                return
+            self.failure = failure
+            callbacks = self._callbacks[::-1]
+        if failure.quiet:
             return
-        self.failure = failure
-        if not failure.quiet:
+        for function in callbacks:
             try:
-                if self.on_peer_failure is not None:
-                    self.on_peer_failure(failure)
-            finally:
-                self._reported.set()
+                function(failure)
+            except Exception:
+                log.exception("the callback for a failed rank failed (%s)", failure.describe())
+        self._reported.set()
 
     # -- deprecated names -----------------------------------------------------------------------------------------------
 

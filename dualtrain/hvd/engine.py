@@ -76,10 +76,8 @@ class Engine:
         except BaseException:
             self.timeline.stop()
             raise
-        self._earlier_report: Callable[[PeerFailure], None] | None = None
         if backend.watch is not None:
-            self._earlier_report = backend.watch.on_peer_failure
-            backend.watch.on_peer_failure = self._on_peer_failure
+            backend.watch.add_callback(self._on_peer_failure)
         backend.on_wait = self.while_waiting
         self._worker = start_thread(self._work, "dualtrain-hvd")
 
@@ -407,8 +405,6 @@ class Engine:
 
     def _on_peer_failure(self, failure: PeerFailure) -> None:
         self.fail(failure.describe())
-        if self._earlier_report is not None:
-            self._earlier_report(failure)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -421,7 +417,7 @@ class Engine:
         self.timeline.stop()
         self.backend.on_wait = None
         if self.backend.watch is not None:
-            self.backend.watch.on_peer_failure = self._earlier_report
+            self.backend.watch.remove_callback(self._on_peer_failure)
         self.channels.close()
 
 

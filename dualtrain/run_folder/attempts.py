@@ -173,16 +173,13 @@ class Attempt:
     def noting(self, backend: Backend) -> Iterator[None]:
         """Record what ends the block, an error or the failure of another rank; then close the files."""
         watch = backend.watch
-        report = None if watch is None else watch.on_peer_failure
 
         def note(failure: PeerFailure) -> None:
             if _records_failure_of(failure.rank, backend):
                 self.fail(failure.reason, failure.rank)
-            if report is not None:
-                report(failure)
 
         if watch is not None:
-            watch.on_peer_failure = note
+            watch.add_callback(note)
         try:
             yield
         except BaseException as error:
@@ -190,14 +187,13 @@ class Attempt:
             raise
         finally:
             if watch is not None:
-                watch.on_peer_failure = report
+                watch.remove_callback(note)
             self.close()
 
     def _record_error(self, error: BaseException, backend: Backend) -> None:
         failure = None if backend.watch is None else backend.watch.failure
         if isinstance(error, BackendError) and failure is not None:
-            # Record a failure that the watch found before this attempt began. After any other failure, ``fail`` was called
-            # already, and does nothing now.
+            # Record a quiet failure. After any other failure, ``fail`` was called already, and does nothing now.
             if _records_failure_of(failure.rank, backend):
                 self.fail(failure.reason, failure.rank)
         elif isinstance(error, StoppedError | KeyboardInterrupt | BackendError | DivergedError | NotSavedError):

@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from multiprocessing.pool import RemoteTraceback
 from unittest import mock
@@ -622,6 +623,35 @@ def receive_failures(backend):
 def test_only_the_first_failure_is_reported():
     failures = run_threads(3, receive_failures)
     assert failures == [PeerFailure(1, "stopped: ValueError: cause"), None, PeerFailure(1, "stopped: ValueError: cause")]
+
+
+def test_each_callback_is_called_once_with_a_failure_that_is_found_later_or_known_already(caplog):
+    watch, calls = Watch.__new__(Watch), []
+    watch.start(0, [])
+
+    def fail(failure):
+        calls.append(("fail", failure))
+        raise ValueError("in the callback")
+
+    def removed(failure):
+        calls.append(("removed", failure))
+
+    watch.add_callback(lambda failure: calls.append(("first", failure)))
+    watch.add_callback(removed)
+    watch.on_peer_failure = removed
+    watch.on_peer_failure = fail
+    watch.remove_callback(removed)
+    watch.note(asdict(PeerFailure(2, "has left the job", quiet=True)))
+    assert calls == []
+    failure = PeerFailure(1, "died")
+    watch.note(asdict(failure))
+    watch.note(asdict(PeerFailure(2, "died as well")))
+    watch.add_callback(lambda failure: calls.append(("late", failure)))
+    assert calls == [("fail", failure), ("first", failure), ("late", failure)]
+    assert watch.failure == failure
+    assert "in the callback" in caplog.text
+    with pytest.raises(ValueError, match="in the callback"):
+        watch.add_callback(fail)  # the caller's own thread
 
 
 def leave_without_failure(backend):

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from unittest import mock
@@ -315,18 +316,28 @@ def test_init_neither_initializes_cuda_nor_makes_the_default_process_group(real)
     real(initializes_for_cpus, free_port())
 
 
-def test_shutdown_restores_the_callback_of_a_backend_that_the_program_passed():
+def test_hvd_leaves_the_callback_of_a_backend_that_the_program_passed():
     hvd, received = ours(), []
     with dualtrain.connect("local", world=World(0, 1, 0, 1, launcher="none")) as backend:
         report = backend.watch.on_peer_failure = received.append
         hvd.init(comm=backend)
         failure = dualtrain.PeerFailure(1, "died")
-        backend.watch.on_peer_failure(failure)
+        backend.watch.note(asdict(failure))
         with pytest.raises(hvd.mpi_ops.HorovodInternalError, match="rank 1 died"):
             hvd.barrier()
         hvd.shutdown()
         assert received == [failure]
         assert backend.watch.on_peer_failure is report
+
+
+def test_a_failure_that_is_known_before_init_ends_the_world():
+    hvd = ours()
+    with dualtrain.connect("local", world=World(0, 1, 0, 1, launcher="none")) as backend:
+        backend.watch.note(asdict(dualtrain.PeerFailure(1, "died")))
+        hvd.init(comm=backend)
+        with pytest.raises(hvd.mpi_ops.HorovodInternalError, match="rank 1 died"):
+            hvd.barrier()
+        hvd.shutdown()
 
 
 @pytest.mark.parametrize("ranks", [[0, 1], [0, 0], [1]])

@@ -7,6 +7,7 @@ import os
 import re
 import time
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ import pytest
 
 import dualtrain.training.loop as loop
 from dualtrain.backends import Backend, connect
+from dualtrain.backends.watch import Watch
 from dualtrain.config import OutputSection, parse
 from dualtrain.errors import (
     BackendError,
@@ -210,18 +212,24 @@ def test_the_step_of_a_death_is_the_later_of_the_steps_in_the_event_and_in_the_p
     assert death.step == (8 if more == {"step": 8} else 7)
 
 
+@pytest.mark.parametrize("known_before", [False, True])
 @pytest.mark.parametrize(("rank", "failed", "recorded"), [(0, 3, True), (1, 3, False), (1, 0, True), (2, 0, False)])
-def test_the_failure_of_another_rank_is_recorded_as_the_cause_by_one_rank(tmp_path, rank, failed, recorded):
+def test_the_failure_of_another_rank_is_recorded_as_the_cause_by_one_rank(tmp_path, rank, failed, recorded, known_before):
     reports: list[PeerFailure] = []
-    watch = SimpleNamespace(on_peer_failure=reports.append, failure=None)
+    watch = Watch.__new__(Watch)
+    watch.start(rank, [])
+    watch.add_callback(reports.append)
+    message = asdict(PeerFailure(failed, "died: without a report"))
     attempt = Attempt(FolderLock())
     with connect("local") as backend:
         attempt.begin(tmp_path, 5, backend)
 
     def body() -> None:
+        if known_before:
+            watch.note(message)
         with attempt.noting(SimpleNamespace(rank=rank, watch=watch)):
-            watch.on_peer_failure(PeerFailure(failed, "died: without a report"))
-            watch.failure = reports[0]
+            if not known_before:
+                watch.note(message)
             raise BackendError("the sum failed")
 
     with pytest.raises(BackendError):
