@@ -241,6 +241,8 @@ class Trainer:
         step = self._parts.step(self._passes, batches, expected, control_flags)
         if step.totals[1] > 0:
             self._update(expected / step.totals[1])
+        elif self.ema is not None:
+            self._copy_buffers(self.ema.module)  # forward passes change buffers even if no target counts
         self._steps += 1
         if self._steps.bit_count() == 1:  # after steps 1, 2, 4, 8, …: a comparison takes longer than a small step
             self._compare_weights(expected=expected)
@@ -283,6 +285,14 @@ class Trainer:
             match_buffers(self.ema.module, self.model)
             self.ema.update_parameters(self.model)
             copy_extra_state(self.ema.module, self.model)
+
+    @torch.no_grad()
+    def _copy_buffers(self, average: nn.Module) -> None:
+        """Copy the model's buffers and extra state to its ``average``."""
+        match_buffers(average, self.model)
+        copy_extra_state(average, self.model)
+        for copied, own in zip(average.buffers(), self.model.buffers(), strict=True):
+            copied.copy_(own)
 
     def _parameters(self) -> list[nn.Parameter]:
         """Return the parameters of all groups of the optimizer."""
@@ -550,10 +560,7 @@ class Trainer:
             else:
                 self.ema.load_state_dict(state["ema"])
             # As after each step, use this rank's own buffers, not the buffers of the rank that wrote the file.
-            match_buffers(self.ema.module, self.model)
-            copy_extra_state(self.ema.module, self.model)
-            for average, own in zip(self.ema.module.buffers(), self.model.buffers(), strict=True):
-                average.copy_(own)
+            self._copy_buffers(self.ema.module)
 
     def save(self, path: str | Path) -> None:
         """Write :meth:`state_dict` to one file, on rank 0. Collective.

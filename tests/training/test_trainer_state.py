@@ -587,6 +587,25 @@ def test_averaged_weights_follow_buffers_that_change_their_dtype():
         assert torch.equal(trainer.evaluated.mean, model.mean)
 
 
+@pytest.mark.parametrize("virtual_ranks", [None, 2])
+def test_averaged_weights_follow_buffers_in_steps_without_targets(virtual_ranks):
+    model = nn.Sequential(net(), nn.BatchNorm1d(3))
+    with connect("local") as backend:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        trainer = Trainer(model, optimizer, backend=backend, ema=0.9, virtual_ranks=virtual_ranks)
+        for number in range(3):
+            inputs, targets = batch(number)
+            whole = inputs, targets if number == 1 else torch.full_like(targets, -100)
+            trainer.step(trainer.split(whole) if virtual_ranks else [whole], 6)
+            found = trainer.evaluated[1]
+            assert torch.equal(found.running_mean, model[1].running_mean)
+            assert found.num_batches_tracked == model[1].num_batches_tracked == number + 1
+            state = copy.deepcopy(trainer.state_dict())
+            before = trainer.evaluate([batch(3), batch(4)])
+            trainer.load_state_dict(state)
+            assert trainer.evaluate([batch(3), batch(4)]) == before
+
+
 def test_averaged_weights_follow_buffers_that_later_forward_passes_change(tmp_path):
     models = Changing(), Changing()
     with connect("local") as backend:
