@@ -62,7 +62,7 @@ from dualtrain.bench.scale_plan import (
     rounds_with,
     times_of,
 )
-from dualtrain.bench.start_contender import LaunchError, LaunchSpec, results_in, run_program
+from dualtrain.bench.start_contender import LaunchError, LaunchSpec, reason_in, results_in, run_program
 from dualtrain.bench.statistics import estimate, level_of
 from dualtrain.bench.table import answer, bytes_of, text
 from dualtrain.bench.timed_steps import TimedSteps, run_steps
@@ -1270,3 +1270,10 @@ def test_wait_for_gpu_synchronizes_only_on_cuda(monkeypatch):
         contender.device = torch.device(device)
         contender.wait_for_gpu()
     assert calls == ["synchronized"]
+
+
+def test_the_reason_of_a_framed_message_of_mpirun_is_its_first_line() -> None:
+    rule = "-" * 74
+    message = f"{rule}\nmpirun has detected an attempt to run as root.\n\nUse another user.\n{rule}\n"
+    assert reason_in(f"a line\n{message}") == "mpirun has detected an attempt to run as root."
+    assert reason_in(f"{message}ValueError: wrong\n") == "ValueError: wrong"
