@@ -142,7 +142,7 @@ class _HorovodWork(Work[None]):
 
     def _poll(self, seconds: float) -> bool:
         # Horovod's synchronize spins without a bound. Yield for a moment instead, then poll less often. A thread that
-        # sleeps at once would miss Horovod's next cycle, and on a busy host lose the core.
+        # sleeps immediately would miss Horovod's next cycle, and would lose the core on a busy host.
         if self._reading:
             raise BackendError(f"{self._what} has failed, or was interrupted: restart the ranks")
         poll = self._backend.library.poll
@@ -171,7 +171,7 @@ class _HorovodWork(Work[None]):
         return True
 
     def done(self) -> bool:
-        # Horovod's ``poll`` raises an error for a handle that ``synchronize`` has released, even after a failure.
+        # ``synchronize`` releases the handle even if it fails, and ``poll`` raises an error for a released handle.
         return self._reading or bool(self._backend.library.poll(self._handle))
 
 

@@ -131,10 +131,11 @@ class Movement(Calls):
         tensor = wire.writable(tensor)
         root = self._checked_root(root)
         data = wire.as_bytes(tensor)
-        short = Broadcast(root, data if self.rank == root else None)
-        agree(self, Call.on("broadcast", tensor, name, root=root), data=short)
-        if short.result is not None:
-            ordinary(data).copy_(short.result)
+        broadcast = Broadcast(root, data if self.rank == root else None)
+        # ``agree`` sends short data together with the comparison of the calls, and sets ``result``.
+        agree(self, Call.on("broadcast", tensor, name, root=root), data=broadcast)
+        if broadcast.result is not None:
+            ordinary(data).copy_(broadcast.result)
         elif data.numel():
             self.start_broadcast(data, root, name or "broadcast").wait()
         if data.data_ptr() != tensor.data_ptr():
@@ -145,10 +146,10 @@ class Movement(Calls):
     def _allgather(self, tensor: torch.Tensor, name: str | None) -> torch.Tensor:
         tensor = wire.dense(tensor).detach()
         tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
-        short = Gather(wire.as_bytes(tensor), tensor.shape[1:].numel() * tensor.element_size())
-        rows = agree(self, Call.on("allgather", tensor, name, free=True), tensor.shape[0], short)
-        if short.result is not None:
-            return wire.from_bytes(short.result.clone(), tensor.dtype, (sum(rows), *tensor.shape[1:]))
+        gather = Gather(wire.as_bytes(tensor), tensor.shape[1:].numel() * tensor.element_size())
+        rows = agree(self, Call.on("allgather", tensor, name, free=True), tensor.shape[0], gather)
+        if gather.result is not None:
+            return wire.from_bytes(gather.result.clone(), tensor.dtype, (sum(rows), *tensor.shape[1:]))
         return self.gather_rows(tensor, rows, name or "allgather")
 
     def gather_rows(self, tensor: torch.Tensor, rows: list[int], name: str) -> torch.Tensor:

@@ -27,8 +27,8 @@ class ObjectCalls(Movement):
 
         Raises:
             ValueError: ``root`` is not a rank of this backend.
-            TypeError: ``root`` is not an integer; or, on the root, the object holds anything else. (In the second case, the
-                other ranks raise BackendError.)
+            TypeError: ``root`` is not an integer; or, on the root, ``obj`` holds something other than plain values and
+                tensors. (In the second case, the other ranks raise BackendError.)
             BackendError: as :meth:`allreduce`.
         """
         return self._now("broadcast_object", name, partial(self._broadcast_object, obj, root, name))
@@ -39,7 +39,8 @@ class ObjectCalls(Movement):
         Return copies of all objects, this rank's own included; their tensors are on the CPU.
 
         Raises:
-            TypeError: on a rank whose object holds anything else; the other ranks raise BackendError.
+            TypeError: on a rank whose ``obj`` holds something other than plain values and tensors; the other ranks raise
+                BackendError.
             BackendError: as :meth:`allreduce`.
         """
         return self._now("allgather_object", name, partial(self._allgather_object, obj, name))
@@ -50,10 +51,10 @@ class ObjectCalls(Movement):
         root = self._checked_root(root)
         data, problem = _encoded(obj) if self.rank == root else (None, None)
         length = -1 if problem else 0 if data is None else len(data)
-        short = Broadcast(root, data)
-        length = agree(self, Call("broadcast_object", name, root=root), length, short)[root]
+        broadcast = Broadcast(root, data)  # if the data is short, ``agree`` sends it and sets ``result``
+        length = agree(self, Call("broadcast_object", name, root=root), length, broadcast)[root]
         self._refuse_if_unsent({root: length}, problem)
-        if (buffer := short.result) is None:
+        if (buffer := broadcast.result) is None:
             buffer = self.send_data(partial(self._broadcast_bytes, data, length, root, name or "broadcast_object"))
         return obj if data is not None else objects.decode(buffer)
 
@@ -64,12 +65,12 @@ class ObjectCalls(Movement):
 
     def _allgather_object(self, obj: Any, name: str | None) -> list[Any]:
         data, problem = _encoded(obj)
-        short = None if data is None else Gather(data, unit=1)
-        lengths = agree(self, Call("allgather_object", name), -1 if data is None else len(data), short)
+        gather = None if data is None else Gather(data, unit=1)
+        lengths = agree(self, Call("allgather_object", name), -1 if data is None else len(data), gather)
         self._refuse_if_unsent(dict(enumerate(lengths)), problem)
         assert data is not None
-        if short is not None and short.result is not None:
-            return [objects.decode(part) for part in short.result.split(lengths)]
+        if gather is not None and gather.result is not None:
+            return [objects.decode(part) for part in gather.result.split(lengths)]
         return [objects.decode(part) for part in self.gather(data, lengths, name or "allgather_object")]
 
     def _refuse_if_unsent(self, lengths: dict[int, int], problem: TypeError | None) -> None:

@@ -321,7 +321,7 @@ class _Optimizer(NativeOptimizer):
         return evaluate
 
     def _has_any_rank_local_gradients(self, reducer: HorovodReducer, before: bool) -> bool:
-        """Return whether a closure in ``skip_synchronize()`` has left gradients on any rank uncombined. Collective.
+        """Return whether any rank has uncombined gradients after a closure in ``skip_synchronize()``. Collective.
 
         Closures such as those of Lightning 1.x synchronize by themselves. They may set gradients to None afterwards, or run
         no backward: the optimizer must then find None, not zeros.
@@ -379,9 +379,9 @@ class _Optimizer(NativeOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> None:
         """Load the wrapped optimizer's state, and discard the step that backward has begun, if any.
 
-        If a step is discarded, its gradients become ``None``, and every rank must call this method, and run backward
-        again before ``step``. A rank that has not run backward in this step must then wait for the other ranks, for example
-        in ``barrier``, before its next step.
+        If a step is discarded, its gradients become ``None``. Every rank must then call this method, and run backward
+        before its next ``step``. A rank that had not run backward in the discarded step must wait for the other ranks
+        before that backward pass, for example in ``barrier``.
         """
         self._synchronized, self._should_synchronize = False, True
         if self.reducer is not None:

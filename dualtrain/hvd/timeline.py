@@ -53,7 +53,7 @@ class Timeline:
             self._write(
                 name="process_name", ph="M", pid=0, args={"start_time_since_epoch_in_micros": int(self._start_time * 1e6)}
             )
-            for what, activity in sorted(self._open):  # calls that were made before the file was opened
+            for what, activity in sorted(self._open):  # activities that were in progress when the file was opened
                 self._write(name=activity, ph="B", pid=self._line(what))
 
     def stop(self) -> None:

@@ -27,10 +27,10 @@ def names() -> list[str]:
 def classifier(name: str, shape: tuple[int, int, int], classes: int, pretrained: bool, *, loaded: bool = True) -> nn.Module:
     """Build torchvision's model ``name`` with a first convolution for ``shape``'s channels and a head for ``classes``.
 
-    With ``pretrained``, all layers start from torchvision's weights, except a head of a different size. For images
-    without 3 channels, each input channel of the first convolution gets the sum of torchvision's weights over the channels,
-    divided by the number of the image's channels. If ``loaded`` is false, torchvision's weights are not loaded, because the
-    caller loads weights of the whole model.
+    With ``pretrained``, all layers start from torchvision's weights, except a head of a different size. If the images do
+    not have 3 channels, each input channel of the first convolution gets the sum of torchvision's weights over their 3
+    channels, divided by the images' number of channels. If ``loaded`` is false, torchvision's weights are not loaded,
+    because the caller loads weights of the whole model.
 
     Raises:
         UserError: the model does not take images of this size, or the weights cannot be downloaded, are damaged, or do not

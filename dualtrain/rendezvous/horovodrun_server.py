@@ -35,7 +35,7 @@ def server() -> str:
 
 
 def agree_on_prefix(world: World, deadline: float) -> str | None:
-    """Return a prefix for keys that only this program's ranks have. Collective; blocks until ``deadline`` at most.
+    """Return a prefix for keys; only this program's ranks know it. Collective; blocks until ``deadline`` at most.
 
     At the deadline, rank 0 returns the prefix even if some ranks have not confirmed it, and another rank that has not got
     the prefix returns ``None``. A later call for the same world continues, and gives the same prefix.

@@ -296,8 +296,8 @@ def dial(
 ) -> StoreClient:
     """Connect to the job's server at one of ``ports``, as ``rank`` of ``world``, which has ``size`` ranks.
 
-    Blocks. The server may start later than this process, so failed attempts are repeated for ``timeout`` seconds; but not
-    if there is one port, and the process there is not of this job.
+    Blocks. The server may start later than this process, so failed attempts are repeated for ``timeout`` seconds. If
+    there is a single port, this function gives up at once if the process there does not belong to this job.
 
     Raises:
         UserError: this job's server does not listen at any of the ports, or it refuses this rank.

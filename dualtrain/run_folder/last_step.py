@@ -48,7 +48,10 @@ class LastStep:
 
 
 def last_step_of(folder: Path, attempt: str) -> tuple[int, float] | None:
-    """Return the last step of an attempt, and its time; ``None`` if it has not begun to train or the file is unreadable."""
+    """Return an attempt's last step and the time at which this step was written.
+
+    ``None`` if the file is unreadable, or is of another attempt: this one has then written no step, or a later one did.
+    """
     with suppress(OSError, ValueError):
         name, step, moment = read_text(folder / PROGRESS).split()
         if name == attempt and math.isfinite(float(moment)):

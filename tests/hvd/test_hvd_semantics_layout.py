@@ -26,9 +26,9 @@ class Program:
 
 
 def in_the_next_world(backend, op, before):
-    """Keep an optimizer over ``shutdown`` and ``init``, and unfreeze a parameter after or before ``init``.
+    """Keep an optimizer over ``shutdown`` and ``init``; unfreeze a parameter after ``init``, or with ``before`` before it.
 
-    In the last case, rank 0 alone has already added the parameter to the layout.
+    If ``before`` says so, rank 0 alone has already added the parameter to the layout.
     """
     with library(backend) as hvd:
         program = Program(hvd, op)

@@ -95,7 +95,7 @@ def scatters(backend):
             same("no rows", lambda: hvd.reducescatter(torch.ones(0, 2), name="c"), []),
             same("sum", lambda: hvd.reducescatter(rows(size), name="d", op=hvd.Sum), [size * me + total]),
             same("group", lambda: list(hvd.grouped_reducescatter([five, x], name="e", op=hvd.Sum)), twice),
-            # Horovod applies prescale_factor only in its fusion buffer. The call fails, because dualtrain's backend for
+            # This call of Horovod fails: it applies prescale_factor only in its fusion buffer, and dualtrain's backend for
             # Horovod disables fusion.
             ("before", lambda: scaled(prescale_factor=0.5), "HorovodInternalError", [1.5 * size]),
             same("after", lambda: scaled(postscale_factor=4.0), [12.0 * size]),
@@ -174,7 +174,7 @@ def test_sparse_allreduce_equals_a_dense_one(real):
 
 
 def wrong_sparse(backend):
-    """Refuse other operations and layouts, and ranks that differ. Horovod checks none of these."""
+    """Give wrong operations, a dense tensor, and calls that differ between ranks. Horovod checks none of these."""
     with library(backend) as hvd:
         me, x = hvd.rank(), torch.eye(4).to_sparse()
 

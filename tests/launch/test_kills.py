@@ -1,7 +1,7 @@
 """Kills in every phase of two jobs: one with Horovod, one with virtual ranks.
 
-tests/training/test_kills.py kills ranks in the same phases with the torch backend. In a phase that occurs on both ranks,
-one file kills rank 0, the other file rank 1.
+tests/training/test_kills.py does the same with the torch backend and without virtual ranks. In each phase that both ranks
+have, the two files kill different ranks.
 """
 
 from __future__ import annotations

@@ -216,7 +216,7 @@ def test_slurm_sh_says_what_is_missing(command, part):
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
 def test_slurm_sh_has_status_1_and_leaves_nothing_behind_if_slurm_does_not_start(tmp_path):
-    # Stubs of the programs: munge never answers, and sleep returns at once, so that the 300 attempts take a second.
+    # Stubs of the programs: munge always fails, and sleep returns at once, so that the 300 attempts take a second.
     stubs = dict.fromkeys(("munged", "slurmctld", "slurmd", "srun", "setpriv", "chown", "sleep", "squeue"), "true")
     for name, line in (stubs | {"munge": "false", "scancel": f'echo "$SLURM_CONF" >{tmp_path}/cancelled'}).items():
         stub = tmp_path / "bin" / name

@@ -200,7 +200,7 @@ def test_each_kind_of_buffer_is_averaged_or_counted_or_kept():
 
 
 def buffers_of_some_shards(backend):
-    """Take steps in which shards have no samples; return the buffers."""
+    """Take steps in which some or all shards have no samples; return the buffers."""
 
     def change(model, x):
         model.mean.lerp_(x.mean(0), 0.5)
@@ -280,7 +280,7 @@ def test_a_counter_that_one_of_100_shards_changes_by_another_amount_is_refused(d
         assert model.samples.item() == 7 + 409
 
 
-def test_changes_of_a_counter_that_hardly_differ_per_pass_are_refused():
+def test_a_counter_whose_change_per_pass_differs_slightly_between_shards_is_refused():
     model = nn.Linear(1, 1)
     model.register_buffer("samples", torch.tensor(7))
     buffers = CommonBuffers(model, 2)
@@ -452,18 +452,18 @@ def test_a_trainer_can_be_evaluated_in_a_step_of_another_one():
 
 
 def adversaries(backend, *, together: bool) -> str:
-    """Train a critic that has BatchNorm, and a maker whose loss calls the critic; return the hash of both.
+    """Train a critic that has BatchNorm, and a generator whose loss calls the critic; return the hash of both.
 
-    With ``together``, the critic is also a part of the model of the maker's trainer.
+    With ``together``, the critic is also a part of the model of the generator's trainer.
     """
-    critic, maker = nn.Sequential(nn.BatchNorm1d(4), seeded(nn.Linear(4, 3))), seeded(nn.Linear(4, 4), 1)
-    both, options = nn.ModuleList([maker, critic]), {"backend": backend, "virtual_ranks": 3}
+    critic, generator = nn.Sequential(nn.BatchNorm1d(4), seeded(nn.Linear(4, 3))), seeded(nn.Linear(4, 4), 1)
+    both, options = nn.ModuleList([generator, critic]), {"backend": backend, "virtual_ranks": 3}
     one = Trainer(critic, torch.optim.SGD(critic.parameters(), 0.1), **options)
-    optimizer = torch.optim.SGD(maker.parameters(), 0.1)
+    optimizer = torch.optim.SGD(generator.parameters(), 0.1)
     other = Trainer(
-        *(both if together else maker, optimizer),
+        *(both if together else generator, optimizer),
         lambda made, targets: nn.functional.cross_entropy(critic(made), targets) * -1.0,
-        forward=maker,
+        forward=generator,
         **options,
     )
     for trainer in (one, other, one, other):

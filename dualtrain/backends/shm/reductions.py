@@ -55,8 +55,8 @@ class SharedMemory:
     Args:
         library: backend over all ranks; every host has the same number of ranks.
         across: if there are several hosts, operations over the ranks that have this rank's local rank (one on each host).
-        progressing: function that returns the memories whose operations progress while this memory's operations wait; this
-            memory may be one of them.
+        progressing: function that returns the ``SharedMemory`` objects whose operations continue while an operation of this
+            object waits. It may return this object, too.
 
     Attributes:
         buffers: this rank's buffers that are reduced in place.
@@ -78,7 +78,7 @@ class SharedMemory:
         # Don't spin when ranks outnumber cores: the peer needs this core to post.
         spin = cores_of_host(library.exchange, library.hosts, library.rank) >= self.size
         self._semaphores = Semaphores(memory, _KINDS, self.size, self.rank, spin=spin)
-        #: For each kind of signal, one condition per other rank: whether that rank has posted the signal.
+        #: For each kind of signal, one function per other rank, which returns true once for each post of that rank.
         self._posts = [[partial(self._posted, kind, other) for other in self._semaphores.others] for kind in range(_KINDS)]
         self.buffers = Buffers(self._new_region, self.rank)
         #: Buffers through which tensors outside shared memory are copied.
@@ -222,8 +222,8 @@ class SharedMemory:
 
         Raises:
             BackendError: the wait for another rank failed, an earlier operation failed, or the ranks' ``numbers`` differ in
-                length, since they then make different calls. If all ranks are on this host, the last error is raised on
-                every rank.
+                length, since they then make different calls. If all ranks are on this host, every rank raises the error for
+                different lengths.
         """
         gathered = self._exchange_here(numbers) if self._across is None else None
         if gathered is None:
@@ -393,9 +393,9 @@ class SharedMemory:
         if isinstance(error, PeerFailedError) or (isinstance(error, BackendError) and error.__cause__ is not None):
             self._fail(error)
             raise error
-        # Give the error a cause: ``abandon`` assumes that all ranks raise an error without one.
+        # Raise the error with a cause: ``Waits.abandon`` assumes that all ranks raise an error that has none.
         failure = BackendError(str(error) if isinstance(error, BackendError) else f"{what} failed: {first_line(error)}")
-        self._fail(failure)  # an interrupt may stop the wait in ``failure`` below
+        self._fail(failure)  # set this first: an interrupt may stop the wait in ``self._library.failure``
         if not isinstance(error, BackendError):
             try:
                 failure = self._library.failure(what, error)

@@ -71,9 +71,9 @@ class Evidence:
 
 
 def agrees(evidence: Evidence) -> bool:
-    """Return whether the first runs of both sides have the same bits.
+    """Return whether Horovod's first run and a run with dualtrain have the same end and the same bits of all weights.
 
-    dualtrain's run is the one that reproduces Horovod's defects, if there is such a run.
+    The run with dualtrain is the one that reproduces Horovod's defects, or the first one if there is none.
     """
     horovod, dualtrain = evidence.horovod[0], evidence.compat or evidence.dualtrain[0]
     return different_end(horovod, dualtrain) is None and first_difference(horovod, dualtrain) is None

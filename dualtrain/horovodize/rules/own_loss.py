@@ -25,9 +25,13 @@ def step_skipped_by_own_loss(source: Source) -> Iterator[Finding]:
     """A step that a rank skips because its own loss is NaN, zero or too large."""
     if source.hvd_calls("join"):
         return
-    look, backwards = Collectives(source), [call for call in source.calls if last_name(call.func) == "backward"]
+    collectives, backwards = Collectives(source), [call for call in source.calls if last_name(call.func) == "backward"]
     for branch in source.nodes if backwards else ():
-        if isinstance(branch, ast.If) and _tests_own_loss(look, branch, backwards) and (name := look.in_one_arm(branch)):
+        if (
+            isinstance(branch, ast.If)
+            and _tests_own_loss(collectives, branch, backwards)
+            and (name := collectives.in_one_arm(branch))
+        ):
             message = (
                 f"a rank whose own loss meets this condition takes another path than the other ranks, so that {name}() "
                 "hangs, or combines gradients of different steps; decide on all ranks at once, for example by "
@@ -36,57 +40,60 @@ def step_skipped_by_own_loss(source: Source) -> Iterator[Finding]:
             yield Finding(branch.lineno, "trap", message)
 
 
-def _tests_own_loss(look: Collectives, branch: ast.If, backwards: list[ast.Call]) -> bool:
+def _tests_own_loss(collectives: Collectives, branch: ast.If, backwards: list[ast.Call]) -> bool:
     """Return whether the condition of ``branch`` compares the loss of this rank, or tests whether it is finite."""
-    losses = _losses(look, branch, backwards)
+    losses = _losses(collectives, branch, backwards)
     for node in ast.walk(branch.test) if losses else ():
         tested: list[ast.expr] = []
         if isinstance(node, ast.Compare) and not isinstance(node.ops[0], ast.Is | ast.IsNot | ast.In | ast.NotIn):
             tested = [node.left, *node.comparators]
         elif isinstance(node, ast.Call) and last_name(node.func) in _FINITE:
             tested = [*node.args, *([node.func.value] if isinstance(node.func, ast.Attribute) else [])]
-        if any(ast.unparse(converted(value)) in losses for value in tested):
+        if any(ast.unparse(without_conversions(value)) in losses for value in tested):
             # Functions that are not in _LOCAL may combine the values of all ranks.
-            local = all(last_name(call.func) in _LOCAL for call in look.source.around(node, ast.Call))
+            local = all(last_name(call.func) in _LOCAL for call in collectives.source.around(node, ast.Call))
             return local and not COMMON.search(ast.unparse(branch.test))
     return False
 
 
-def _losses(look: Collectives, branch: ast.If, backwards: list[ast.Call]) -> set[str]:
+def _losses(collectives: Collectives, branch: ast.If, backwards: list[ast.Call]) -> set[str]:
     """Return the variables that hold the loss of a backward pass of this rank, in the loop around ``branch``."""
-    source = look.source
+    source = collectives.source
     calls = [call for call in backwards if loop_around(source, call) is loop_around(source, branch)]
-    owners = [(scaled(call.func.value), call) for call in calls if isinstance(call.func, ast.Attribute)]
+    owners = [(without_scaler(call.func.value), call) for call in calls if isinstance(call.func, ast.Attribute)]
     passes = [(ast.unparse(one), call) for one, call in owners if isinstance(one, ast.Name | ast.Attribute | ast.Subscript)]
     names = {text for text, _ in passes}
     if not names:
         return set()
     scope = source.scope(branch)
     assigned = [(target, value) for target, value, at in source.assignments if source.scope(at) is scope]
-    own = [(name, value) for target, value in assigned for name in names_of_target(target)]
-    found = names | {target for target, value in own if ast.unparse(converted(value)) in names}
-    if may_be_common(look, branch, found, own):
+    assignments = [(name, value) for target, value in assigned for name in names_of_target(target)]
+    found = names | {target for target, value in assignments if ast.unparse(without_conversions(value)) in names}
+    if may_be_common(collectives, branch, found, assignments):
         return set()
-    last = {target: value for target, value in own if value.lineno < branch.lineno}
+    last = {target: value for target, value in assignments if value.lineno < branch.lineno}
     replaced = {
         name
         for name in found & set(last)
-        if ast.unparse(converted(last[name])) not in names
+        if ast.unparse(without_conversions(last[name])) not in names
         and all(text != name or call.lineno < last[name].lineno for text, call in passes)
     }
-    return found - replaced  # a variable whose last value has no backward pass holds some other loss
+    return found - replaced  # a variable that was assigned again after its last backward pass holds another loss
 
 
-def may_be_common(look: Collectives, at: ast.AST, losses: set[str], own: list[tuple[str, ast.expr]]) -> bool:
-    """Return whether one of the ``losses`` may be equal on all ranks. ``own`` are the assignments of the function."""
-    source, names = look.source, set(losses)
-    for target, value in own:
+def may_be_common(collectives: Collectives, at: ast.AST, losses: set[str], assignments: list[tuple[str, ast.expr]]) -> bool:
+    """Return whether one of the ``losses`` may be equal on all ranks.
+
+    ``assignments`` are the (target, value) pairs of the function that contains ``at``.
+    """
+    source, names = collectives.source, set(losses)
+    for target, value in assignments:
         if (target in losses or target.rpartition(".")[0] in losses) and (
-            COMMON.search(ast.unparse(value)) or look.first_in([value])
+            COMMON.search(ast.unparse(value)) or collectives.first_in([value])
         ):
             return True
-    for _ in range(4):  # values from which the losses are computed
-        values = [value for target, value in own if target in names]
+    for _ in range(4):  # add the variables from which the losses are computed, through up to four assignments
+        values = [value for target, value in assignments if target in names]
         names |= {name for value in values for name in variables_in(value)}
     if any(_GATHER.search(last_name(node)) for value in values for node in ast.walk(value)):
         return True
@@ -100,7 +107,7 @@ def may_be_common(look: Collectives, at: ast.AST, losses: set[str], own: list[tu
     return False
 
 
-def scaled(owner: ast.expr) -> ast.expr:
+def without_scaler(owner: ast.expr) -> ast.expr:
     """Return ``loss`` for ``scaler.scale(loss)``."""
     return owner.args[0] if isinstance(owner, ast.Call) and owner.args else owner
 
@@ -110,7 +117,7 @@ def loop_around(source: Source, node: ast.AST) -> ast.AST:
     return next(above for above in source.above(node) if isinstance(above, ast.For | ast.While | Scope))
 
 
-def converted(value: ast.expr) -> ast.expr:
+def without_conversions(value: ast.expr) -> ast.expr:
     """Return ``loss`` for ``loss.item()``, ``float(loss)`` and similar calls."""
     while isinstance(value, ast.Call) and last_name(value.func) in _CONVERSIONS:
         value = value.func.value if isinstance(value.func, ast.Attribute) else value.args[0] if value.args else value.func

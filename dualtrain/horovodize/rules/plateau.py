@@ -11,7 +11,7 @@ from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
 from dualtrain.horovodize.nodes import calls_in, given_values, is_stored, last_name, names_of_target
 from dualtrain.horovodize.order import called
-from dualtrain.horovodize.rules.own_loss import COMMON, converted, loop_around, may_be_common, scaled
+from dualtrain.horovodize.rules.own_loss import COMMON, loop_around, may_be_common, without_conversions, without_scaler
 from dualtrain.horovodize.rules.ranks import RATE, Collectives, sends_rate
 from dualtrain.horovodize.rules.sampling import distributed_samplers
 from dualtrain.horovodize.source import Finding, Scope, Source
@@ -95,23 +95,23 @@ def _is_unconditional(source: Source, call: ast.Call) -> bool:
     return all("__name__" in (text := ast.unparse(test)) or _PROGRESS.search(text) for test in tests)
 
 
-def _is_own(look: Collectives, value: ast.expr, at: ast.AST, position: int | None = None, depth: int = 0) -> bool:
+def _is_own(collectives: Collectives, value: ast.expr, at: ast.AST, position: int | None = None, depth: int = 0) -> bool:
     """Return whether ``value`` is a training loss of this rank, or the result of a function that returns one.
 
     If ``position`` is given, only this element of the function's result counts.
     """
-    source, value = look.source, converted(value)
+    source, value = collectives.source, without_conversions(value)
     function = called(source, value) if isinstance(value, ast.Call) else None
     if function is not None and (function.decorator_list or not source.is_only(function.name)):
         return False  # the name may refer to another function, or a decorator may combine the result over ranks
     if function is None:
-        return position is None and _is_made_of(value, _own_losses(look, source.scope(at), depth))
+        return position is None and _is_made_of(value, _own_losses(collectives, source.scope(at), depth))
     ends = [end for end in ast.walk(function) if isinstance(end, ast.Return) and source.scope(end) is function]
     found = [(_element(end.value, position), end) for end in ends]
     return (
         bool(found)
         and depth < 3
-        and all(one is not None and _is_own(look, one, end, None, depth + 1) for one, end in found)
+        and all(one is not None and _is_own(collectives, one, end, None, depth + 1) for one, end in found)
     )
 
 
@@ -121,28 +121,30 @@ def _element(value: ast.expr | None, position: int | None) -> ast.expr | None:
     return value.elts[position] if isinstance(value, ast.Tuple) and position < len(value.elts) else None
 
 
-def _own_losses(look: Collectives, scope: Scope, depth: int) -> set[str]:
+def _own_losses(collectives: Collectives, scope: Scope, depth: int) -> set[str]:
     """Return the variables of a function that hold only training losses of this rank, apart from constants such as 0.
 
     Attributes and global variables, which other functions may change, do not count. Nor do variables that a call may change
     in place.
     """
-    source = look.source
+    source = collectives.source
     own = [one for one in _assigned(source) if source.scope(one.at) is scope]
     passes = [call for call in source.calls if source.scope(call) is scope and _is_training(source, call)]
     loops = {loop_around(source, call) for call in passes}
-    losses = {ast.unparse(scaled(call.func.value)) for call in passes if isinstance(call.func, ast.Attribute)}
+    losses = {ast.unparse(without_scaler(call.func.value)) for call in passes if isinstance(call.func, ast.Attribute)}
     results = [one for one in own if isinstance(one.value, ast.Call) and called(source, one.value)]
     values = [one for one in own if one not in results and one.position is None]
     last = {name: max((call.lineno for call in passes if name in ast.unparse(call.func)), default=0) for name in losses}
 
     def is_replaced(name: str) -> bool:
         later = [one for one in own if one.name == name and one.at.lineno > last[name]]
-        return any(loop_around(source, one.at) in loops and ast.unparse(converted(one.value)) != name for one in later)
+        return any(
+            loop_around(source, one.at) in loops and ast.unparse(without_conversions(one.value)) != name for one in later
+        )
 
     losses = {name for name in losses if not is_replaced(name)}
     certain = {name for name in losses if all(loop_around(source, one.at) in loops for one in own if one.name == name)}
-    mine = [one for one in results if _is_own(look, one.value, one.at, one.position, depth + 1)]
+    mine = [one for one in results if _is_own(collectives, one.value, one.at, one.position, depth + 1)]
     found = certain | {one.name for one in mine}
 
     def is_made(one: _Assigned, operands: _Operands) -> bool:
@@ -155,7 +157,11 @@ def _own_losses(look: Collectives, scope: Scope, depth: int) -> set[str]:
     while wrong := {one.name for one in kept if one.name in found - certain and not is_made(one, all)}:
         found -= wrong
     found = {name for name in found if _is_known(source, scope, name, sum(one.name == name for one in own))}
-    return set() if found and may_be_common(look, own[0].at, found, [(one.name, one.value) for one in values]) else found
+    return (
+        set()
+        if found and may_be_common(collectives, own[0].at, found, [(one.name, one.value) for one in values])
+        else found
+    )
 
 
 def _is_known(source: Source, scope: Scope, name: str, assignments: int) -> bool:
@@ -211,7 +217,7 @@ def _is_made_of(value: ast.expr, losses: set[str], operands: _Operands = all) ->
 
     ``operands`` says whether any or all operands of a sum must be losses.
     """
-    value = converted(value)
+    value = without_conversions(value)
     if isinstance(value, ast.BinOp):
         made = [_is_made_of(one, losses, operands) for one in (value.left, value.right)]
         return operands(made) if isinstance(value.op, ast.Add | ast.Sub) else any(made)

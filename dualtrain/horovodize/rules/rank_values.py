@@ -36,10 +36,10 @@ def loop_by_value_of_some_ranks(source: Source) -> Iterator[Finding]:
     """
     if source.uses_elastic or source.hvd_calls("join"):
         return
-    guards, look = Guards.of(source), Collectives(source)
+    guards, collectives = Guards.of(source), Collectives(source)
     for loop in (node for node in source.nodes if isinstance(node, ast.For | ast.While)):
         for name in _names_of_condition(loop):
-            collective, text = look.first_in(loop.body), ast.unparse(name)
+            collective, text = collectives.first_in(loop.body), ast.unparse(name)
             if not collective or guards.looks_like_one_rank(loop):
                 continue
             if not any(

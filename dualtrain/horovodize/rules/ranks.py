@@ -29,14 +29,14 @@ class _Unmatched(NamedTuple):
 
 def collective_on_some_ranks(source: Source) -> Iterator[Finding]:
     """A collective under a condition on the rank."""
-    look = Collectives(source)
-    unmatched = [found for branch in source.nodes for found in look.unmatched(branch)]
+    collectives = Collectives(source)
+    unmatched = [found for branch in source.nodes for found in collectives.unmatched(branch)]
     for found in unmatched:
         holds, what = found.where[1][0], _comparison(found)
         # The other ranks may make the same call in another place, such as a barrier before or after rank 0's download.
         same = [other for other in unmatched if other.name == found.name and _comparison(other) == what]
         pairs = [other for other in same if other.where[1][0] is not holds]
-        joined = found.name != "join" and look.joins(found)
+        joined = found.name != "join" and collectives.joins(found)
         if not pairs and not joined:
             message = (
                 f"only some ranks call {found.name}(), so the call hangs, or fails when a different rank shuts down; call "
@@ -47,11 +47,11 @@ def collective_on_some_ranks(source: Source) -> Iterator[Finding]:
 
 def loop_left_on_some_ranks(source: Source) -> Iterator[Finding]:
     """A loop that contains collectives and that only some ranks leave, for example by an early stop on rank 0."""
-    look = Collectives(source)
+    collectives = Collectives(source)
     if source.hvd_calls("join"):
         return
     for jump in source.nodes:
-        if isinstance(jump, ast.Break | ast.Return) and (found := look.left_loop(jump)):
+        if isinstance(jump, ast.Break | ast.Return) and (found := collectives.left_loop(jump)):
             message = (
                 f"only some ranks leave this loop, so that {found}() of the others hangs, or fails when a rank shuts down; "
                 "leave it on all ranks at once, as by `if hvd.broadcast_object(stop):`"

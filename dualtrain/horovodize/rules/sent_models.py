@@ -27,9 +27,9 @@ def sent_models(source: Source, at: ast.AST, model: ast.expr) -> Iterator[ast.ex
     """Yield the models that the program gives to broadcast_parameters, or None for each use whose model is unknown.
 
     The caller compares the names of these models with the name of ``model``, which the node ``at`` uses. So the model of a
-    call is known only if its name refers to the same variable at ``at``: the call is in the same function or at module
-    level, or both models are attributes of ``self`` in one class. It is also unknown if it is not certainly a new model
-    (:func:`is_new_model`).
+    call is known only if its name means the same variable in the call and in the node ``at``: the call is in the same
+    function or at module level, or both models are attributes of ``self`` in one class. It is also unknown if it is not
+    certainly a new model (:func:`is_new_model`).
     """
     for file in source.files:
         for node in file.mentions.get("broadcast_parameters", ()):

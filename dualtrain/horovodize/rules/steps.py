@@ -131,7 +131,7 @@ def _is_for_one_process(source: Source, events: list[Event], event: Event) -> bo
 
 
 def _since_last_pass(source: Source, events: list[Event], number: int) -> tuple[list[ast.Call], list[ast.Call]]:
-    """Return the backward passes before event ``number``, and all calls of its function since the last of them."""
+    """Return the backward passes before event ``number``, and its function's calls between the last pass and the event."""
     event, earlier = events[number], events[:number]
     passes = [one.node for one in earlier if one.kind == "backward" and not source.exclusive(one.node, event.node)]
     first = passes[-1].lineno if passes else 0
@@ -152,8 +152,9 @@ def _may_be_averaged(source: Source, events: list[Event], number: int) -> bool:
     averaging = averaging_functions(source)
     loop = next(source.around(events[number].node, ast.For), None)
     inside = list(calls_in(loop)) if loop is not None else []
-    own = [] if any(last_name(call.func) == "backward" for call in inside) else inside  # a loop over parameters
-    for call in (*own, *_since_last_pass(source, events, number)[1]):
+    # A loop that contains backward is the training loop. Any other may be a loop over parameters that averages gradients.
+    averages = [] if any(last_name(call.func) == "backward" for call in inside) else inside
+    for call in (*averages, *_since_last_pass(source, events, number)[1]):
         name, full = last_name(call.func), source.name(call.func)
         method = isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "self"
         inherited = method and name not in source.functions and ast.unparse(call.func) not in source.values
@@ -185,7 +186,7 @@ def _is_of_another_optimizer(source: Source, clip: Event) -> bool:
 
 
 def _is_of_unwrapped_model(source: Source, event: Event) -> bool:
-    """Return whether ``event`` is in a loop over the parameters of a model that certainly no wrapped optimizer has."""
+    """Return whether ``event`` is in a loop over the parameters of a model that certainly no wrapped optimizer updates."""
     known = [models_of_optimizer(source, wrap) for _, wrap in source.wraps]
     if event.kind == "clip" or not known or not all(known) or any(file.wraps for file in source.files[1:]):
         return False
@@ -204,9 +205,10 @@ _RESTORES = ("add_", "copy_", "load_state_dict", "sub_")
 
 
 def _may_be_undone(source: Source, events: list[Event], number: int) -> bool:
-    """Return whether a change of parameters may only be for a further loss, as in sharpness-aware minimization.
+    """Return whether the script may change parameters temporarily, for a second loss, as in sharpness-aware minimization.
 
-    Before the next step, the parameters may be changed again, or a function of the script may run a backward pass.
+    True if the parameters are changed again between the same two backward passes; or if, before the next step, the script
+    assigns to ``data``, calls a method in ``_RESTORES``, or calls one of its functions that runs a backward pass.
     """
     event = events[number]
     later = [one for one in until_backward(events, number) if not source.exclusive(event.node, one.node)]
@@ -238,7 +240,7 @@ def second_reduction(source: Source) -> Iterator[Finding]:
 
 
 def skipped_reduction(source: Source) -> Iterator[Finding]:
-    """A step in skip_synchronize() without synchronize(): it uses gradients that may not be averaged."""
+    """A step in skip_synchronize() without synchronize() may use gradients that have not been averaged."""
     for events in steps(source):
         for number, event in enumerate(events):
             before = since_backward(source, events, number, strictly=True)
