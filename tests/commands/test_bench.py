@@ -1032,6 +1032,15 @@ def test_horovod_is_measured_over_mpi_if_it_cannot_run_over_gloo(tmp_path, monke
         assert plans[-1].rounds == ROUNDS
 
 
+def test_the_error_names_the_reasons_if_no_contender_can_be_started(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "missing_package", lambda entry: "")
+    flags = ["--contenders", "hvd-gloo", "--jobs", "tiny", "--launch", "mpirun -np 2"]
+    assert main([*flags, "--out", str(tmp_path / "out")]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert "can be started (raw Horovod Gloo: mpirun cannot start it" in errors[0]
+
+
 @pytest.mark.parametrize(
     ("command", "missing"),
     [
