@@ -49,6 +49,26 @@ REPAIRS = [
         "for x in data:\n    loss(x).backward()\n    optimizer.synchronize()\n"
         "    with optimizer.skip_synchronize():  # go\n        optimizer.step()\n",
     ),
+    (
+        "for x in data:\n    loss(x).backward()\n    clip_grad_norm_(p, 1)\n    with optimizer.skip_synchronize():\n"
+        "        optimizer.step()\n",
+        "for x in data:\n    loss(x).backward()\n    optimizer.synchronize()\n    clip_grad_norm_(p, 1)\n"
+        "    with optimizer.skip_synchronize():\n        optimizer.step()\n",
+    ),
+    (
+        "loss.backward()\nwith optimizer.skip_synchronize():\n    clip_grad_norm_(p, 1)\n    optimizer.step()\n",
+        "loss.backward()\nwith optimizer.skip_synchronize():\n    optimizer.synchronize()\n    clip_grad_norm_(p, 1)\n"
+        "    optimizer.step()\n",
+    ),
+    (
+        "loss.backward()\nclip_grad_norm_(p, 1)\nwith other.skip_synchronize():\n    optimizer.step()\n",
+        None,  # not repaired: the step averages gradients
+    ),
+    (
+        "loss.backward()\nclip_grad_norm_(p, 1)\noptimizer.synchronize()\nwith optimizer.skip_synchronize():\n"
+        "    optimizer.step()\n",
+        None,  # not repaired: a second synchronize() would average again
+    ),
     ("for x in data: loss.backward(); clip_grad_norm_(p, 1); optimizer.step()\n", None),
     *(  # not repaired: another call passes an optimizer that is not wrapped
         (

@@ -13,10 +13,11 @@ from dualtrain.horovodize.source import Function, Source
 
 
 def synchronize_before(source: Source, events: list[Event], number: int) -> list[Edit]:
-    """Insert synchronize() before event ``number``, and put the optimizer's next step into skip_synchronize().
+    """Insert synchronize() before event ``number``, and put the optimizer's next step into skip_synchronize() if it is not.
 
     An event without an optimizer, such as clipping, is for all optimizers that step before the next backward pass. Return
-    no edits if no step follows, if an optimizer is perhaps not wrapped, or if the code around the calls prevents an edit.
+    no edits if no step follows, if synchronize() follows, if an optimizer is perhaps not wrapped, or if the code around the
+    calls prevents an edit.
     """
     event = events[number]
     later = [event, *until_backward(events, number)]
@@ -30,14 +31,16 @@ def synchronize_before(source: Source, events: list[Event], number: int) -> list
     edits: list[Edit] = []
     guards = Guards.of(source)
     for step in firsts.values():
-        if not can_synchronize(source, step) or skips(source, step) or step.owner is None:
+        if not can_synchronize(source, step) or step.owner is None or has(later, "synchronize", step.optimizer):
             return []
         if not guards.runs_whenever(step.node, event.node):
             return []  # in a pass without a step, synchronize() would be too early: later passes add to the gradients
         place = _common_block(source, event.node, step.node)
-        skip = skip_around(source, step)
-        inserted = source.layout.insert_before(place, f"{ast.unparse(step.owner)}.synchronize()") if place else []
-        if not skip or not inserted:
+        owner = ast.unparse(step.owner)
+        skipped = any(ast.unparse(item) == f"{owner}.skip_synchronize()" for item in source.with_items(step.node))
+        skip = [] if skips(source, step) else skip_around(source, step)
+        inserted = source.layout.insert_before(place, f"{owner}.synchronize()") if place else []
+        if not (skip or skipped) or not inserted:
             return []
         edits += [*inserted, *skip]
     return _merged(edits)
