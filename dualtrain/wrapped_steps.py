@@ -34,7 +34,7 @@ def check_own_steps(optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
     ``optimizer`` and not of the wrapper. The step raises RuntimeError if gradients are not combined over the ranks. The
     losses of the step's closure are averaged, as in the wrapper's step.
     """
-    # An optimizer whose class does not call Optimizer.__init__ runs no hooks. The name is private in torch 2.5 to 2.15.
+    # An optimizer whose class does not call Optimizer.__init__ runs no hooks. The list is private in torch 2.5 to 2.15.
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         return
 

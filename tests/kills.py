@@ -1,4 +1,4 @@
-"""Jobs that are killed in every phase of a run and restarted until they end. :func:`survive` runs such a job."""
+"""Jobs of which a rank is killed in each phase, and which are restarted until they complete (:func:`survive`)."""
 
 from __future__ import annotations
 

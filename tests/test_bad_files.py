@@ -151,8 +151,8 @@ def load_script_of(folder: Path) -> None:
 def refuse_none(step: int | None) -> None:
     """Raise a UserError if ``step`` is ``None``, the result of ``step_in`` and ``step_of`` for a bad file.
 
-    These two functions do not raise. The test searches each reader's message for the name of its file, so this message has
-    the names of both files.
+    These two functions do not raise. The test searches each reader's message for the name of its file, so this message
+    names both files that these functions' readers test.
     """
     if step is None:
         raise UserError("step-00000001 or model cannot be read")

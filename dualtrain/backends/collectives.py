@@ -50,8 +50,8 @@ class Backend(Reductions, ObjectCalls):
     Make all calls in one thread, since calls of several threads would have no common order on all ranks. Give each further
     thread its own backend, which :meth:`channel` returns. A call raises BackendError if a blocking call of a different
     thread is running. If some ranks make a call in the thread that made this backend, and others make it in a different
-    thread, the call raises BackendError on every rank. Backward passes may run at the same time as calls. In a process that
-    was forked from one of several ranks, such as a data worker, calls raise BackendError.
+    thread, the call raises BackendError on every rank. Backward passes may run at the same time as calls. If the world has
+    several ranks, calls raise BackendError in a process that was forked from a rank, such as a data worker.
 
     Attributes:
         device: where this rank's tensors are, as chosen by ``connect``.
@@ -197,7 +197,7 @@ class Backend(Reductions, ObjectCalls):
     def close(self) -> None:
         """Wait for outstanding calls, then leave the world. May be called again. Other ranks need not call it.
 
-        In a process that was forked from the rank, only later calls in that process fail.
+        In a process that was forked from the rank, this only makes later calls in that process fail.
         """
         if not self._open:
             return

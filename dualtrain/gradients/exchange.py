@@ -147,7 +147,7 @@ class Exchange:
 
     def forget(self) -> None:
         """Discard the buckets, and with them a failed exchange. Called when a new world replaces the current one."""
-        self.sparse = SparseGradients()  # the new world's ranks may know others, and must make the same layout
+        self.sparse = SparseGradients()  # ranks of the new world may know different ones, and must make the same layout
         self.schedule.use([])
         self.schedule.start_round()
         self.laid_out = self.reduced = False
@@ -188,7 +188,8 @@ class Exchange:
     def _refuse_after_interrupt(self) -> None:
         """Raise BackendError if an exception such as KeyboardInterrupt has stopped the call that was to send a bucket.
 
-        A library that matches operations by their order would add this rank's next bucket to that bucket of other ranks.
+        A library that matches operations by their order would add this rank's next bucket to the other ranks' bucket
+        that this rank has not sent.
         """
         sent = self.schedule.next
         if sent and self.schedule.buckets[sent - 1].work is None:
@@ -362,6 +363,6 @@ class Exchange:
             )
 
     def refuse_after_failure(self) -> None:
-        """Raise BackendError if an earlier exchange failed. An exchange that an interrupt has stopped may continue."""
+        """Raise BackendError if an earlier exchange failed. An interrupt of :meth:`wait` is no failure."""
         if self._failure:
             raise BackendError(f"an earlier exchange of gradients failed: {self._failure}")

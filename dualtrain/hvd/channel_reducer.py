@@ -169,13 +169,13 @@ class ChannelReducer(HorovodReducer):
 
     @property
     def can_finish(self) -> bool:
-        """Return whether all sums of the exchange are known."""
+        """Return whether every sum that this rank has started in the exchange has completed."""
         return all(bucket.work is None or bucket.work.done() for bucket in self._exchange.schedule.buckets)
 
     def finish_exchange(self) -> None:
         """End the exchange in which this rank takes part after ``join``, and discard its result. Blocks.
 
-        If the ranks refuse the exchange, the ranks that have not joined raise the error. This rank still waits for them.
+        If the ranks refuse the exchange, only ranks that have not joined raise the error. This rank stays joined.
         """
         self._refused = False
         try:

@@ -1,4 +1,4 @@
-"""The part of the interface of torch.distributed's stores that ``dualtrain.rendezvous`` uses, without importing torch."""
+"""Protocol with the methods of torch.distributed's stores that ``dualtrain.rendezvous`` calls. It does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class KeyValueStore(Protocol):
     """A key-value store that all ranks share.
 
     A wait that times out raises RuntimeError. A call may raise UserError if the process that serves the store has ended, or
-    if ranks have joined with equal numbers or different world sizes.
+    if two processes have joined as the same rank, or ranks with different world sizes.
     """
 
     def set(self, key: str, value: str) -> Any:

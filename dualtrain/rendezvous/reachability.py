@@ -37,8 +37,8 @@ def check_all_reachable(
 
     Raises:
         UserError: on every rank, if a host cannot reach another host or has an ``obstacle``. The message is the failure of
-            the first such host. After rank 0 has exited, it is the failure that this rank has found itself, or else the
-            error of ``take``. Also raised if this host cannot listen at its address, or if a host did not report in time.
+            the first such host. After rank 0 has exited, it is the failure that this rank itself found, or else the error
+            of ``take``. Also raised if this host cannot listen at its address, or if a host did not report in time.
     """
     leaders = [list(hosts).index(host) for host in dict.fromkeys(hosts)]
     if len(leaders) == 1:

@@ -126,7 +126,7 @@ def _kinds(panel: Panel, used: set[str]) -> str:
 
 
 def _paths(curve: _Curve, wider: float) -> Iterator[str]:
-    """Yield the line of a curve, and dots if it has one point, or if it has few points and is not of logged steps.
+    """Yield the line of a curve. If it has one point, or few points that are not logged steps, also yield dots.
 
     In SVG, y grows downward: negate the values.
     """

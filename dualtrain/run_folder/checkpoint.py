@@ -162,7 +162,7 @@ def _may_be_good(error: OSError) -> bool:
 
 @contextmanager
 def fitting(what: str) -> Iterator[None]:
-    """Raise UserError if the block fails to load a state: it is of another model. Errors of memory are not converted."""
+    """Raise UserError if the block fails to load a state, which is of another model. Memory errors stay as they are."""
     try:
         yield
     except (UserError, BackendError):

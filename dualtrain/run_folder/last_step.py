@@ -50,7 +50,8 @@ class LastStep:
 def last_step_of(folder: Path, attempt: str) -> tuple[int, float] | None:
     """Return an attempt's last step and the time at which this step was written.
 
-    ``None`` if the file is unreadable, or is of another attempt: this one has then written no step, or a later one did.
+    ``None`` if the file is unreadable or belongs to another attempt: then ``attempt`` has never written it, or a later
+    attempt has replaced it.
     """
     with suppress(OSError, ValueError):
         name, step, moment = read_text(folder / PROGRESS).split()

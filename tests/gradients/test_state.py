@@ -138,7 +138,7 @@ def test_a_broadcast_accepts_different_memory_layouts_on_ranks(typical):
     typical(mixed_layouts)
 
 
-def test_broadcast_parameters_refuses_nested_tensors_and_values_without_tensors():
+def test_broadcast_parameters_refuses_nested_containers_and_values_without_tensors():
     model = nn.Linear(2, 2)
     state = torch.optim.SGD(model.parameters(), 0.1).state_dict()
     with connect("local") as backend:
@@ -409,7 +409,7 @@ def test_every_rank_gets_the_roots_step_count_of_adam(spmd):
 
 
 def keeps_dtypes(backend):
-    """Broadcast float32 averages of a bfloat16 parameter, as some optimizers have, and a list of tensors, as LBFGS has."""
+    """Broadcast float32 averages of a bfloat16 parameter, as some optimizers have, and a list, as LBFGS has."""
     p = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     optimizer = torch.optim.SGD([p], lr=0.1)
     exact = torch.tensor([1 + 2**-20, 1.0])

@@ -302,7 +302,7 @@ def test_an_optimizer_of_an_earlier_world_steps_while_a_rank_has_joined(real, st
 
 
 def optimizers_of_three_worlds(backend):
-    """Join on rank 1 without any step. It has made its optimizers in this world, and rank 0 in three worlds."""
+    """Join on rank 1 without any step. Rank 1 makes three optimizers in the last world, rank 0 one in each of three."""
     params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3)]
     optimizers: list = []
     for world in range(3):
@@ -323,7 +323,7 @@ def optimizers_of_three_worlds(backend):
 
 
 @OURS_2
-def test_optimizers_of_earlier_worlds_have_the_numbers_of_those_that_a_new_rank_makes(real):
+def test_a_joined_rank_pairs_its_new_optimizers_with_those_that_another_rank_made_in_earlier_worlds(real):
     real(optimizers_of_three_worlds)
 
 
@@ -347,7 +347,7 @@ def test_joining_without_an_optimizer_that_other_ranks_use_ends_the_world(real):
 
 
 def other_numbers(backend, op):
-    """Join on rank 1 without any step. Rank 0 has made one optimizer more of parameters with the same name."""
+    """Join on rank 1 without any step. Rank 0 makes three optimizers for parameters with the same name, rank 1 two."""
     with library(backend) as hvd:
         params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3 - hvd.rank())]
         made = [hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], op=getattr(hvd, op)) for p in params]
@@ -434,7 +434,7 @@ def test_a_rank_may_join_after_its_optimizer_was_freed(real):
 
 
 def refused_while_joined(backend):
-    """Refuse an exchange, on rank 0, while the last rank has joined; then step again. Return the change of this step."""
+    """Refuse an exchange, on rank 0, while the last rank has joined; then step. Return by how much the weight fell."""
     with library(backend) as hvd:
         p = torch.nn.Parameter(torch.zeros(2))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)])

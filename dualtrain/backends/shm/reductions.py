@@ -95,7 +95,7 @@ class SharedMemory:
         rings: list[Any] = [slot.numpy() for slot in self._new_region(_TAGS * TAG_BYTES + 1).slots]
         self._tags = [memoryview(ring) for ring in rings]
         self._others_tags = [self._tags[other] for other in self._semaphores.others]
-        self._posted_ready, self._seen_ready = 0, 0  # operations for which "ready" was posted, and received from all ranks
+        self._posted_ready, self._seen_ready = 0, 0  # numbers of operations: posted as ready, and ready on all ranks
         self._pending: deque[Reduction] = deque()
         self._lock = threading.RLock()
         self._sleeping = False  # whether an operation waits for another rank's post: an interrupt is then harmless
@@ -393,7 +393,7 @@ class SharedMemory:
         if isinstance(error, PeerFailedError) or (isinstance(error, BackendError) and error.__cause__ is not None):
             self._fail(error)
             raise error
-        # Raise the error with a cause: ``Waits.abandon`` assumes that all ranks raise an error that has none.
+        # Give the error a cause: ``Waits.abandon`` takes an error without a cause for one that all ranks raise.
         failure = BackendError(str(error) if isinstance(error, BackendError) else f"{what} failed: {first_line(error)}")
         self._fail(failure)  # set this first: an interrupt may stop the wait in ``self._library.failure``
         if not isinstance(error, BackendError):

@@ -99,8 +99,8 @@ class Semaphores:
             return True
         received.clear()
         at = self._from[kind][source]
-        # Signal handlers run between two steps of the interpreter. ``extend`` waits and records the result in one step, so
-        # an exception of a handler cannot lose a post.
+        # Signal handlers run between two bytecode instructions. ``extend`` waits and records the result in one instruction,
+        # so an exception of a handler cannot lose a post.
         if self._sem_clockwait is not None:
             clock = time.CLOCK_MONOTONIC
             received.extend(map(self._sem_clockwait, (at,), (clock,), (_until(clock, seconds),)))
