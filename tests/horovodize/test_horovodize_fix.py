@@ -69,6 +69,15 @@ REPAIRS = [
         "    optimizer.step()\n",
         None,  # not repaired: a second synchronize() would average again
     ),
+    (
+        "def average():\n    optimizer.synchronize()\nloss.backward()\nclip_grad_norm_(p, 1)\naverage()\n"
+        "with optimizer.skip_synchronize():\n    optimizer.step()\n",
+        None,  # not repaired: average() calls synchronize()
+    ),
+    (
+        "loss.backward()\nclip_grad_norm_(p, 1)\nwith optimizer.skip_synchronize():\n    optimizer.step(closure)\n",
+        None,  # not repaired: the closure makes new gradients
+    ),
     ("for x in data: loss.backward(); clip_grad_norm_(p, 1); optimizer.step()\n", None),
     *(  # not repaired: another call passes an optimizer that is not wrapped
         (

@@ -16,8 +16,8 @@ def synchronize_before(source: Source, events: list[Event], number: int) -> list
     """Insert synchronize() before event ``number``, and put the optimizer's next step into skip_synchronize() if it is not.
 
     An event without an optimizer, such as clipping, is for all optimizers that step before the next backward pass. Return
-    no edits if no step follows, if synchronize() follows, if an optimizer is perhaps not wrapped, or if the code around the
-    calls prevents an edit.
+    no edits if no step follows, if synchronize() follows, if an optimizer is perhaps not wrapped, if a step has a closure,
+    if other code may synchronize before a step in skip_synchronize(), or if the code around the calls prevents an edit.
     """
     event = events[number]
     later = [event, *until_backward(events, number)]
@@ -31,13 +31,20 @@ def synchronize_before(source: Source, events: list[Event], number: int) -> list
     edits: list[Edit] = []
     guards = Guards.of(source)
     for step in firsts.values():
-        if not can_synchronize(source, step) or step.owner is None or has(later, "synchronize", step.optimizer):
+        if (
+            not can_synchronize(source, step)
+            or step.owner is None
+            or _has_closure(step)
+            or has(later, "synchronize", step.optimizer)
+        ):
             return []
         if not guards.runs_whenever(step.node, event.node):
             return []  # in a pass without a step, synchronize() would be too early: later passes add to the gradients
         place = _common_block(source, event.node, step.node)
         owner = ast.unparse(step.owner)
         skipped = any(ast.unparse(item) == f"{owner}.skip_synchronize()" for item in source.with_items(step.node))
+        if skipped and may_synchronize_elsewhere(source, step):
+            return []
         skip = [] if skips(source, step) else skip_around(source, step)
         inserted = source.layout.insert_before(place, f"{owner}.synchronize()") if place else []
         if not (skip or skipped) or not inserted:
@@ -48,8 +55,7 @@ def synchronize_before(source: Source, events: list[Event], number: int) -> list
 
 def skip_around(source: Source, step: Event) -> list[Edit]:
     """Put the statement of a step into ``with optimizer.skip_synchronize():``."""
-    closure = step.kind == "step" and (step.node.args or step.node.keywords)
-    if step.owner is None or closure or not can_synchronize(source, step):
+    if step.owner is None or _has_closure(step) or not can_synchronize(source, step):
         return []
     statement = source.statement(step.node)
     simple = isinstance(statement, ast.Expr | ast.Assign)
@@ -64,6 +70,26 @@ def synchronize_outside(source: Source, step: Event) -> list[Edit]:
     if step.owner is None or not can_synchronize(source, step):
         return []
     return source.layout.insert_before(block, f"{ast.unparse(step.owner)}.synchronize()")
+
+
+def may_synchronize_elsewhere(source: Source, step: Event) -> bool:
+    """Return whether other code, which gets the optimizer or has its own variable for it, may call synchronize()."""
+    scope, owner = source.scope(step.node), ast.unparse(step.owner) if step.owner is not None else ""
+    for file in source.files:
+        for call in file.calls:
+            if last_name(call.func) != "synchronize" or file.name(call.func):
+                continue
+            known = isinstance(call.func, ast.Attribute) and last_name(call.func.value) in source.wrapped
+            if not known or file is not source or source.scope(call) is not scope:
+                return True
+    given = (
+        value for call in source.calls if source.scope(call) is scope and not source.name(call.func) for value in call.args
+    )
+    return any(ast.unparse(value) == owner for value in given)
+
+
+def _has_closure(step: Event) -> bool:
+    return step.kind == "step" and bool(step.node.args or step.node.keywords)
 
 
 def can_synchronize(source: Source, step: Event) -> bool:

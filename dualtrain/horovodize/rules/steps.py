@@ -11,7 +11,12 @@ from dualtrain.horovodize.events import STEPS, Event, has, since_backward, skips
 from dualtrain.horovodize.nodes import argument_at, calls_in, given_values, keyword, last_name
 from dualtrain.horovodize.rules.losses import models_of_optimizer
 from dualtrain.horovodize.rules.sent_models import are_related, is_new_model, owner_of
-from dualtrain.horovodize.rules.step_repairs import skip_around, synchronize_before, synchronize_outside
+from dualtrain.horovodize.rules.step_repairs import (
+    may_synchronize_elsewhere,
+    skip_around,
+    synchronize_before,
+    synchronize_outside,
+)
 from dualtrain.horovodize.source import Finding, Scope, Source
 
 _CURE = "call optimizer.synchronize() after backward, and step inside `with optimizer.skip_synchronize():`"
@@ -249,28 +254,12 @@ def skipped_reduction(source: Source) -> Iterator[Finding]:
             # clip_before_synchronize reports a clip or a change.
             early = any(one.kind in ("clip", "change", "update", *STEPS) for one in before)
             averaged = _may_be_synchronized(source, events, number) or _may_be_averaged(source, events, number)
-            if not early and not averaged and not _may_synchronize_elsewhere(source, event):
+            if not early and not averaged and not may_synchronize_elsewhere(source, event):
                 message = (
                     "skip_synchronize() without synchronize(): this step does not wait for averaged gradients, so that "
                     "weights may differ between ranks; call optimizer.synchronize() after backward"
                 )
                 yield Finding(event.node.lineno, "trap", message, tuple(synchronize_outside(source, event)))
-
-
-def _may_synchronize_elsewhere(source: Source, step: Event) -> bool:
-    """Return whether other code, which gets the optimizer or has its own variable for it, may call synchronize()."""
-    scope, owner = source.scope(step.node), ast.unparse(step.owner) if step.owner is not None else ""
-    for file in source.files:
-        for call in file.calls:
-            if last_name(call.func) != "synchronize" or file.name(call.func):
-                continue
-            known = isinstance(call.func, ast.Attribute) and last_name(call.func.value) in source.wrapped
-            if not known or file is not source or source.scope(call) is not scope:
-                return True
-    given = (
-        value for call in source.calls if source.scope(call) is scope and not source.name(call.func) for value in call.args
-    )
-    return any(ast.unparse(value) == owner for value in given)
 
 
 def _is_alternative(source: Source, events: list[Event], step: Event) -> bool:
