@@ -251,7 +251,7 @@ def _measure(given: argparse.Namespace, jobs: tuple[str, ...], names: tuple[str,
     fallbacks = _fallbacks(spec, jobs) if given.contenders is None else {}
     missing = _missing(names, spec)
     names = tuple(dict.fromkeys(fallbacks.get(name, name) if name in missing else name for name in names))
-    if missing.keys() >= set(names):
+    if names and missing.keys() >= set(names):
         reasons = "; ".join(f"{ENTRIES[name].title}: {reason}" for name, reason in missing.items())
         raise UserError(f"no chosen contender can be started ({reasons}): choose others, or a different --launch")
     for name, reason in missing.items():

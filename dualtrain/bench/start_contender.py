@@ -226,7 +226,7 @@ def reason_in(text: str) -> str:
 
     mpirun prints its messages between two lines of hyphens: the first line of the last message counts as the last line.
     """
-    text = re.sub(r"(?m)^-{9,}\n([^\n]+)\n(?:(?!-{9,}$).*\n)*-{9,}$", r"\1", text)
+    text = re.sub(r"(?m)^-{9,}\n((?!Traceback )[^\n]+)\n(?:(?!-{9,}$|Traceback ).*\n)*-{9,}$", r"\1", text)
     lines = [line.strip() for line in text.splitlines() if line.strip() and MARK not in line]
     errors = [line for line in lines if re.search(r"(Error|error|refused|not found)\b.*:|: error", line)]
     return (errors or lines or [""])[0 if errors else -1][:300]

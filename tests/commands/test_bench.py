@@ -1032,6 +1032,11 @@ def test_horovod_is_measured_over_mpi_if_it_cannot_run_over_gloo(tmp_path, monke
         assert plans[-1].rounds == ROUNDS
 
 
+def test_the_error_of_jobs_without_contenders_names_the_jobs(tmp_path, capsys):
+    assert main(["--quick", "--jobs", "epoch", "--out", str(tmp_path / "out")]) == 2
+    assert "has any of the chosen jobs (epoch)" in capsys.readouterr().err
+
+
 def test_the_error_names_the_reasons_if_no_contender_can_be_started(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench, "missing_package", lambda entry: "")
     flags = ["--contenders", "hvd-gloo", "--jobs", "tiny", "--launch", "mpirun -np 2"]
@@ -1286,3 +1291,5 @@ def test_the_reason_of_a_framed_message_of_mpirun_is_its_first_line() -> None:
     message = f"{rule}\nmpirun has detected an attempt to run as root.\n\nUse another user.\n{rule}\n"
     assert reason_in(f"a line\n{message}") == "mpirun has detected an attempt to run as root."
     assert reason_in(f"{message}ValueError: wrong\n") == "ValueError: wrong"
+    trace = "Traceback (most recent call last):\nValueError: wrong\n"
+    assert reason_in(f"{rule}\n{trace}{message}") == reason_in(f"{rule}\na title\n{trace}{message}") == "ValueError: wrong"
