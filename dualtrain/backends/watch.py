@@ -262,7 +262,7 @@ class Watch:
         for function in callbacks:
             try:
                 function(failure)
-            except Exception:
+            except (Exception, SystemExit):  # after a SystemExit, this thread would end
                 log.exception("the callback for a failed rank failed (%s)", failure.describe())
         self._reported.set()
 

@@ -633,10 +633,14 @@ def test_each_callback_is_called_once_with_a_failure_that_is_found_later_or_know
         calls.append(("fail", failure))
         raise ValueError("in the callback")
 
+    def leave(failure):
+        raise SystemExit("left in a callback")
+
     def removed(failure):
         calls.append(("removed", failure))
 
     watch.add_callback(lambda failure: calls.append(("first", failure)))
+    watch.add_callback(leave)
     watch.add_callback(removed)
     watch.on_peer_failure = removed
     watch.on_peer_failure = fail
@@ -650,6 +654,7 @@ def test_each_callback_is_called_once_with_a_failure_that_is_found_later_or_know
     assert calls == [("fail", failure), ("first", failure), ("late", failure)]
     assert watch.failure == failure
     assert "in the callback" in caplog.text
+    assert "left in a callback" in caplog.text
     with pytest.raises(ValueError, match="in the callback"):
         watch.add_callback(fail)  # the caller's own thread
 
