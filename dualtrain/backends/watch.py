@@ -55,7 +55,8 @@ class Watch:
     Attributes:
         failure: the first known failure; if it is quiet, the first failure that is not quiet replaces it.
         left: the quiet failure of each rank that has left the job normally.
-        on_peer_failure: a function of the program, or ``None``. It is called as by :meth:`add_callback`.
+        on_peer_failure: a function of the program, or ``None``. It is called as by :meth:`add_callback`, also if
+            it is set again after a failure.
         waiting: for each rank, the operations for which it has reported a long wait that has not ended, or a failed wait.
             Rank 0 also sends each report back to its sender. So a rank other than 0 finds its own wait here, as long as
             rank 0's process does not hang.
