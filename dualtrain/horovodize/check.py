@@ -34,7 +34,7 @@ def check(files: Sequence[str]) -> int:
         return 2
 
 
-def _print_findings(sources: Mapping[str, Source], without: int, unreadable: Sequence[str]) -> int:
+def _print_findings(sources: Mapping[str, Source], without_horovod: int, unreadable: Sequence[str]) -> int:
     """Print the findings, a line about the skipped files, and the summary. Return the exit status."""
     found: dict[str, list[Finding]] = {}
     for name, source in sources.items():
@@ -44,18 +44,18 @@ def _print_findings(sources: Mapping[str, Source], without: int, unreadable: Seq
     everything = [finding for of_file in found.values() for finding, _ in merged(of_file)]
     repairs = sum(len({finding[1:3] for finding in of_file if finding.edits}) for of_file in found.values())
     more = f"; --fix repairs {repairs} of them" if repairs else ""
-    if without or unreadable:
-        show(_skipped(without, unreadable))
+    if without_horovod or unreadable:
+        show(_skipped(without_horovod, unreadable))
     show(f"{summary(sources.values(), everything)}{more}")
     return status(everything)
 
 
-def _skipped(without: int, unreadable: Sequence[str]) -> str:
+def _skipped(without_horovod: int, unreadable: Sequence[str]) -> str:
     """Return a line that says how many files of the folders were skipped, and why."""
-    parts = [f"{without} without an import of horovod"] if without else []
+    parts = [f"{without_horovod} without an import of horovod"] if without_horovod else []
     if unreadable:
         parts.append(f"{len(unreadable)} that cannot be read ({', '.join(unreadable)})")
-    total = without + len(unreadable)
+    total = without_horovod + len(unreadable)
     return f"{total} file{'s' * (total != 1)} skipped: {' and '.join(parts)}"
 
 

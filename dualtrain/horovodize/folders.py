@@ -19,7 +19,7 @@ _IMPORTS = re.compile(
     rb"\b(import|from)\b([^#\r\n]|\\\r?\n){0,200}\b(horovod|dualtrain)\b|import_module\(\s*[\"'](horovod|dualtrain)\."
 )
 _LEFT_OUT = {"__pycache__", "node_modules", "site-packages"}
-_QUIET = 5.0
+_PROGRESS_PERIOD = 5.0
 
 
 class Found(NamedTuple):
@@ -27,12 +27,12 @@ class Found(NamedTuple):
 
     Attributes:
         sources: the files to check, by name.
-        without: the number of files in the folders that import neither horovod nor its replacement.
+        without_horovod: the number of files in the folders that import neither horovod nor its replacement.
         unreadable: names of files and folders that cannot be read or parsed.
     """
 
     sources: dict[str, Source]
-    without: int
+    without_horovod: int
     unreadable: list[str]
 
 
@@ -48,7 +48,7 @@ def find_sources(names: Sequence[str]) -> Found:
     files = [name for name in names if name not in folders]
     sources = {name: source for name, (_, source) in parse_scripts(files).items()}
     read = {os.path.realpath(name) for name in files}
-    without = 0
+    without_horovod = 0
     unreadable: list[str] = []
     for name in (name for folder in folders for name in _python_files(folder, unreadable)):
         if os.path.realpath(name) in read:
@@ -61,16 +61,17 @@ def find_sources(names: Sequence[str]) -> Found:
             if source is not None and source.uses_horovod:
                 sources[name] = source
             else:
-                without += 1
+                without_horovod += 1
         except (OSError, UserError):
             unreadable.append(name)
-    return Found(sources, without, unreadable)
+    return Found(sources, without_horovod, unreadable)
 
 
 def _python_files(folder: str, unreadable: list[str]) -> Iterator[str]:
     """Yield the Python files below ``folder`` in order, except in hidden folders, virtual environments and ``_LEFT_OUT``.
 
-    Folders that cannot be read are added to ``unreadable``. The current folder is printed every ``_QUIET`` seconds.
+    Folders that cannot be read are added to ``unreadable``. The current folder is printed every ``_PROGRESS_PERIOD``
+    seconds.
     """
     found, shown = False, time.monotonic()
     for path, folders, files in os.walk(folder, onerror=lambda error: unreadable.append(str(error.filename))):
@@ -78,7 +79,7 @@ def _python_files(folder: str, unreadable: list[str]) -> Iterator[str]:
         folders[:] = sorted(name for name in kept if not os.path.exists(os.path.join(path, name, "pyvenv.cfg")))
         names = (os.path.join(path, name) for name in sorted(files) if name.endswith(".py"))
         for name in (None, *names):
-            if time.monotonic() - shown > _QUIET:
+            if time.monotonic() - shown > _PROGRESS_PERIOD:
                 shown = time.monotonic()
                 show(f"reading {path}", sys.stderr)
             if name is not None and os.path.isfile(name):

@@ -65,7 +65,7 @@ class Guards:
         if isinstance(test, ast.NamedExpr):
             return self.signature(test.value, depth)
         if isinstance(test, ast.IfExp):
-            if self.use.is_with_horovod(test.test):  # rank == 0 if args.horovod else True
+            if self.use.is_known(test.test):  # rank == 0 if args.horovod else True
                 return self.signature(test.orelse if self.use.is_off(test.test, True) else test.body, depth + 1)
             # True if rank == 0 else False
             arms = [part.value if isinstance(part, ast.Constant) else None for part in (test.body, test.orelse)]

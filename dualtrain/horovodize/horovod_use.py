@@ -36,7 +36,7 @@ class HorovodUse:
         self.kinds = RankKinds.of(source)
         self._depends_on_rank = depends_on_rank
 
-    def is_with_horovod(self, test: ast.expr) -> bool:
+    def is_known(self, test: ast.expr) -> bool:
         """Return whether ``test`` certainly has one and the same value in all runs with Horovod on several ranks."""
         return self.is_off(test, True) or self.is_off(test, False)
 
@@ -51,30 +51,30 @@ class HorovodUse:
         if isinstance(test, ast.BoolOp):
             parts = [self.is_off(value, truth, depth) for value in test.values]
             return any(parts) if isinstance(test.op, ast.And) is truth else all(parts)
-        means = self._means_horovod(test, depth)
-        return means is not None and means is not truth
+        value = self._value_with_horovod(test, depth)
+        return value is not None and value is not truth
 
-    def _means_horovod(self, test: ast.expr, depth: int = 0) -> bool | None:
+    def _value_with_horovod(self, test: ast.expr, depth: int = 0) -> bool | None:
         """Return the value of ``test`` when Horovod is used with several ranks; None if unknown."""
         if isinstance(test, ast.Compare) and len(test.ops) == 1:
             return self._compared(test.left, test.ops[0], test.comparators[0])
         if self.kinds.rank(test) or not isinstance(test, ast.Name | ast.Attribute | ast.Call | ast.Subscript):
             return None
         text = ast.unparse(test)
-        if text in self._around_wraps:
+        if text in self._conditions_of_use:
             return True
         values = self.source.values.get(text, [])
-        if len(values) == 1 and depth < 3 and (known := self._means_horovod(values[0], depth + 1)) is not None:
+        if len(values) == 1 and depth < 3 and (known := self._value_with_horovod(values[0], depth + 1)) is not None:
             return known
         if isinstance(test, ast.Call):
-            if depth < 3 and (known := self._returns_horovod(test, depth + 1)) is not None:
+            if depth < 3 and (known := self._result_with_horovod(test, depth + 1)) is not None:
                 return known
             called = self.source.hvd(test.func)
             name = ast.unparse(test.func).rpartition(".")[2]
             return True if called == "is_initialized" or (not called and _HOROVOD.search(name)) else None
         return not _NO_HOROVOD.search(text) if _HOROVOD.search(text) else None
 
-    def _returns_horovod(self, call: ast.Call, depth: int) -> bool | None:
+    def _result_with_horovod(self, call: ast.Call, depth: int) -> bool | None:
         """Return the truth value of the result of ``call`` when Horovod is used with several ranks; None if unknown.
 
         Only calls of the script's functions with a single ``return`` are known.
@@ -107,9 +107,9 @@ class HorovodUse:
         return None
 
     @cached_property
-    def _around_wraps(self) -> set[str]:
+    def _conditions_of_use(self) -> set[str]:
         """Conditions under which the script calls ``init`` or wraps an optimizer; if one is false, Horovod is not used."""
-        found = self.__dict__["_around_wraps"] = set[str]()  # _depends_on_rank() may read the set while it is computed
+        found = self.__dict__["_conditions_of_use"] = set[str]()  # _depends_on_rank() may read the set while it is computed
         for call in self.source.hvd_calls("init", "DistributedOptimizer"):
             below: ast.AST = call
             for above in self.source.above(call):

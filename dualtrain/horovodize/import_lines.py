@@ -36,7 +36,7 @@ def import_edits(source: Source, initialized: bool) -> tuple[list[Finding], list
     stays = next((node for node, edits in changes if not edits), None)
     if not lines:
         return [], []
-    alone = any(map(starts_ranks, source.files))
+    as_one_process = any(map(starts_ranks, source.files))
     if any(_IMPORTERS.match(name) for name in source.imported_names):
         why = "a library that the script uses imports Horovod itself"
     elif not initialized:
@@ -46,10 +46,10 @@ def import_edits(source: Source, initialized: bool) -> tuple[list[Finding], list
     elif stays is not None:
         why = f"`{ast.unparse(stays)}` has no certain replacement"
     else:
-        how = "as one process" if alone else "with plain torchrun (under horovodrun, dualtrain.hvd uses Horovod)"
+        how = "as one process" if as_one_process else "with plain torchrun (under horovodrun, dualtrain.hvd uses Horovod)"
         message = f"import dualtrain in place of Horovod, and start the script {how}"
         return [Finding(node.lineno, "differs", message, tuple(edits)) for node, edits in changes], []
-    how = "as one process: python -m dualtrain.horovodize" if alone else "with torchrun -m dualtrain.horovodize"
+    how = "as one process: python -m dualtrain.horovodize" if as_one_process else "with torchrun -m dualtrain.horovodize"
     message = f"the import of Horovod is not changed: {why}; start the script {how}"
     return [], [Finding((stays or lines[0]).lineno, "differs", message)]
 

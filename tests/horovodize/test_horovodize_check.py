@@ -2355,7 +2355,7 @@ def test_a_file_that_is_named_and_in_a_folder_is_read_once(tmp_path, capsys, mon
 
 
 def test_checking_a_large_folder_prints_the_folder_that_is_read(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(folders, "_QUIET", 0)
+    monkeypatch.setattr(folders, "_PROGRESS_PERIOD", 0)
     (tmp_path / "inner").mkdir()
     (tmp_path / "a.py").write_text("x = 1\n")
     assert check([str(tmp_path)]) == 0

@@ -103,8 +103,8 @@ class _Runs:
     def measure(self) -> None:
         """Run the other rounds, which only measure the speed, because the sides agree."""
         steps = plan.speed_rounds(self.evidence.horovod[0].steps, self.rounds, self.left, len(self.sides))
-        for number, of_round in enumerate(steps, 1):
-            self._round(number, of_round)
+        for number, steps_of_round in enumerate(steps, 1):
+            self._round(number, steps_of_round)
 
     def repeat(self) -> None:
         """Run each side again, if possible up to the step at which the sides differ, to see whether its runs agree."""

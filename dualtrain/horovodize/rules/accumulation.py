@@ -49,7 +49,7 @@ def _every_nth(source: Source, events: list[Event], step: Event) -> tuple[ast.ex
             if any(event.kind == "backward" and above in source.above(event.node) for event in events):
                 return None
             loop = next((one for one in source.above(above) if isinstance(one, _LOOP)), None)
-            if loop is None or not _counts(loop, modulo.left):
+            if loop is None or not _changes_in(loop, modulo.left):
                 return None
             around = [
                 event for event in events if loop in source.above(event.node) and above not in source.above(event.node)
@@ -72,7 +72,7 @@ def _depends_on(source: Source, event: Event, passes: ast.expr, loop: ast.AST) -
     return any(ast.unparse(passes) == ast.unparse(node) for test in tests for node in ast.walk(test))
 
 
-def _counts(loop: ast.For | ast.While, value: ast.expr) -> bool:
+def _changes_in(loop: ast.For | ast.While, value: ast.expr) -> bool:
     """Return whether a variable in ``value`` changes in ``loop``, as a counter of batches does."""
     names = names_in(value)
     return any(ast.unparse(node) in names for node in filter(is_stored, ast.walk(loop)))

@@ -27,10 +27,10 @@ def models_of_loss(source: Source, backward: ast.Call) -> set[str]:
 def models_of_optimizer(source: Source, wrap: ast.Call) -> set[str]:
     """Return the models whose parameters the wrapped optimizer has; an empty set if the source does not show them."""
     values = source.possible_values(first_argument(wrap, "optimizer"))
-    texts = [*(value for value in values if value is not wrap), *wrap.args[1:], *(word.value for word in wrap.keywords)]
+    given = [*(value for value in values if value is not wrap), *wrap.args[1:], *(word.value for word in wrap.keywords)]
     return {
         ast.unparse(call.func.value)
-        for call in calls_in(*texts)
+        for call in calls_in(*given)
         if isinstance(call.func, ast.Attribute) and call.func.attr in ("named_parameters", "parameters")
     }
 

@@ -57,7 +57,7 @@ def is_for_other_launcher(source: Source, node: ast.AST) -> bool:
     """Return whether ``node`` perhaps runs only without Horovod, because of a condition around it."""
     guards = Guards.of(source)
     tests = [above.test for above in source.above(node) if isinstance(above, ast.If | ast.IfExp)]
-    unknown = [test for test in tests if not guards.use.is_with_horovod(test)]
+    unknown = [test for test in tests if not guards.use.is_known(test)]
     return any(_OTHER_LAUNCHER.search(ast.unparse(test)) for test in unknown)
 
 

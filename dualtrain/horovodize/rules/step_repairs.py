@@ -40,7 +40,7 @@ def synchronize_before(source: Source, events: list[Event], number: int) -> list
             return []
         if not guards.runs_whenever(step.node, event.node):
             return []  # in a pass without a step, synchronize() would be too early: later passes add to the gradients
-        place = _common_block(source, event.node, step.node)
+        place = _statement_in_common_block(source, event.node, step.node)
         owner = ast.unparse(step.owner)
         skipped = any(ast.unparse(item) == f"{owner}.skip_synchronize()" for item in source.with_items(step.node))
         if skipped and may_synchronize_elsewhere(source, step):
@@ -113,7 +113,7 @@ def _given(source: Source, step: Event) -> list[ast.expr]:
     return [value for value in values if value is not None]
 
 
-def _common_block(source: Source, first: ast.AST, step: ast.AST) -> ast.stmt | None:
+def _statement_in_common_block(source: Source, first: ast.AST, step: ast.AST) -> ast.stmt | None:
     """Return the statement around ``first`` in the innermost block that also contains ``step``."""
     around = [step, *source.above(step)]
     for above in (first, *source.above(first)):

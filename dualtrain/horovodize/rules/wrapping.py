@@ -246,7 +246,7 @@ def several_evaluations(source: Source) -> Iterator[Finding]:
     """LBFGS, which evaluates its closure several times per step."""
     for _, wrap in source.wraps:
         for value in source.possible_values(first_argument(wrap, "optimizer")):
-            if isinstance(value, ast.Call) and source.name(value.func) in _CLOSURES:
+            if isinstance(value, ast.Call) and source.name(value.func) in _LBFGS:
                 message = (
                     "LBFGS evaluates its closure several times per step, so Horovod raises AssertionError; with dualtrain "
                     "all ranks get averaged losses and gradients; the closure must return the loss on every rank"
@@ -254,7 +254,7 @@ def several_evaluations(source: Source) -> Iterator[Finding]:
                 yield Finding(value.lineno, "differs", message)
 
 
-_CLOSURES = ("torch.optim.LBFGS", "torch.optim.lbfgs.LBFGS")
+_LBFGS = ("torch.optim.LBFGS", "torch.optim.lbfgs.LBFGS")
 
 
 def _methods(source: Source, name: str) -> Iterator[ast.Call]:
