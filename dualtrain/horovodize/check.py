@@ -71,7 +71,7 @@ def merged(found: Sequence[Finding]) -> list[tuple[Finding, list[int]]]:
 
 
 def _also(lines: Sequence[int]) -> str:
-    """Return the end of a message that applies to more ``lines``; empty if there are none."""
+    """Return the end of a message that also applies to ``lines``, such as " (also lines 5, 9)"; "" without lines."""
     if not lines:
         return ""
     return f" (also line{'s' * (len(lines) > 1)} {', '.join(str(line) for line in lines)})"

@@ -14,7 +14,8 @@ from dualtrain.errors import UserError
 from dualtrain.horovodize.script_file import parse_scripts
 from dualtrain.horovodize.source import Source
 
-#: Text of the lines that may import Horovod or a module that replaces it. ``uses_horovod`` decides.
+#: Lines that may import Horovod or a module that replaces it. Of a folder's files, only those with such a line
+#: are parsed.
 _IMPORTS = re.compile(
     rb"\b(import|from)\b([^#\r\n]|\\\r?\n){0,200}\b(horovod|dualtrain)\b|import_module\(\s*[\"'](horovod|dualtrain)\."
 )

@@ -12,7 +12,8 @@ from dualtrain.horovodize.source import Source
 #: Methods that change a tensor. Zeroing does not count: scripts zero all gradients before backward, and may zero the
 #: gradients of frozen parameters.
 _METHODS = ("add_", "clamp_", "clamp_max_", "clamp_min_", "clip_", "div_", "mul_", "nan_to_num_", "sub_")
-#: More methods that change a tensor. Scripts also call them on gradients, with values that are averaged already.
+#: More methods that change a tensor. :func:`is_change` leaves them out, because scripts also call them on gradients with
+#: values that are averaged already.
 _MORE_METHODS = ("addcdiv_", "addcmul_", "copy_")
 #: Names of functions that run backward passes or steps, and so may average gradients.
 _PASSES = re.compile(r"backward|^step$")
@@ -102,7 +103,7 @@ def _may_average(node: ast.AST) -> bool:
 def _is_gradient(source: Source, node: ast.AST) -> bool:
     """Return whether ``node`` is ``p.grad``, ``p.grad.data`` or a part of them, and the names show that p is a parameter.
 
-    They show it for ``….weight`` and ``….bias``, and for the variable of a loop over an expression that contains "param".
+    ``p`` must be ``….weight`` or ``….bias``, or the variable of a loop over an expression that contains "param".
     """
     while isinstance(node, ast.Subscript) or (isinstance(node, ast.Attribute) and node.attr == "data"):
         node = node.value

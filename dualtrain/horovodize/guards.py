@@ -28,7 +28,7 @@ class Guards:
     def __init__(self, source: Source) -> None:
         self.source = source
         self.kinds = RankKinds.of(source)
-        #: Values of conditions with Horovod.
+        #: Values that conditions have in runs with Horovod on several ranks.
         self.use = HorovodUse(source, lambda test: self.signature(test) is not None)
         self._conditions_of: dict[ast.stmt, list[tuple[ast.expr, bool]]] = {}
         #: Results of :meth:`names_one_rank`.
@@ -98,7 +98,7 @@ class Guards:
     def _returned_test(self, value: ast.expr) -> tuple[Guards, ast.expr] | None:
         """Return the expression that ``is_main()``, ``self.is_main()`` or a property returns under Horovod, or None.
 
-        Return the guards of its file, too: the function may be in a different file.
+        Return the guards of the file that defines the function, too: it may be a different file.
         """
         called = value.func if isinstance(value, ast.Call) else value
         if isinstance(value, ast.Call) and (value.args or value.keywords):

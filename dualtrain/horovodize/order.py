@@ -12,7 +12,7 @@ from dualtrain.horovodize.source import Function, Scope, Source
 
 #: Full names of modules, functions and classes by which one process, the driver, runs a function on all ranks.
 _STARTERS = re.compile(r"(horovod|dualtrain)\.((run|ray|spark)\b|runner\.run$)")
-#: Libraries by which a driver may do so too.
+#: Other libraries by which a driver may run a function on all ranks.
 _DRIVERS = re.compile(r"(pyspark|sparkdl|ray|dask)(\.|$)")
 
 #: Functions that a launcher may call on all ranks, if the script does not call them.
@@ -30,8 +30,8 @@ def starts_ranks(source: Source) -> bool:
 def runs_on_driver(source: Source, node: ast.AST) -> bool:
     """Return whether ``node`` perhaps runs only in the driver.
 
-    That is so if the script starts ranks, or imports a library that may do so, and if the function around ``node`` does not
-    call Horovod.
+    For this, the script must start ranks, or import a library that may start them. In addition, the function around
+    ``node`` must not call Horovod.
     """
     if not (source.once(starts_ranks) or any(map(_DRIVERS.match, source.imported_names))):
         return False

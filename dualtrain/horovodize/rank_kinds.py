@@ -48,7 +48,7 @@ class RankKinds:
         if isinstance(value, ast.Name | ast.Attribute) and position is None:
             text = ast.unparse(value)
             if text not in self._kinds:
-                self._kinds[text] = ""  # for a variable that is assigned to itself
+                self._kinds[text] = ""  # ends the recursion if the value depends on the variable itself
                 self._kinds[text] = self._kind_of_variable(text)
             return self._kinds[text]
         return ""
@@ -85,7 +85,7 @@ class RankKinds:
             return ""
         kinds, function = found
         if (function, position) not in kinds._kinds:
-            kinds._kinds[function, position] = ""  # for recursive calls
+            kinds._kinds[function, position] = ""  # ends the recursion if the function calls itself
             ends = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
             results = [arm for end in ends for arm in arms(end)]
             if position is not None:

@@ -98,7 +98,8 @@ class Source:
     @cached_property
     def layout(self) -> Layout:
         """Positions in the text, for repairs."""
-        return Layout(self.text, ast.parse(self.text))  # self.tree has no ``match``, which has a different indentation
+        # Don't use self.tree: ``if`` in place of ``match`` would falsify the indentation width.
+        return Layout(self.text, ast.parse(self.text))
 
     def _imports_of(self, node: ast.AST) -> Iterator[tuple[str, str]]:
         """Yield (name in the script, full name) for each name that an import, or a call of import_module, binds."""

@@ -64,7 +64,8 @@ def _every_nth(source: Source, events: list[Event], step: Event) -> tuple[ast.ex
 def _depends_on(source: Source, event: Event, passes: ast.expr, loop: ast.AST) -> bool:
     """Return whether, inside ``loop``, the backward pass ``event`` is in an ``if`` whose condition contains ``passes``.
 
-    Return ``False`` if ``passes`` is a constant: another condition may contain the same number by chance.
+    ``passes`` is the N of ``i % N``. Return ``False`` if it is a constant: another condition may contain the same number by
+    chance.
     """
     if event.kind != "backward" or isinstance(passes, ast.Constant):
         return False

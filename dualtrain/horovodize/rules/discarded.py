@@ -137,10 +137,12 @@ def _is_used_by_backward(source: Source, call: ast.Call, value: ast.expr) -> boo
 def is_barrier(source: Source, call: ast.Call) -> bool:
     """Return whether the call may be only a barrier.
 
-    It may be one if its argument ``name``, or the name of the function around it, is "barrier" or similar, or if its input
-    is a constant or a new tensor. It is not a barrier if its input is a copy of a variable's value and has a name that is
-    read after the call. Nor is it one if the input is such a copy, as in ``hvd.broadcast(torch.tensor(epoch), 0)``, and no
-    name is "barrier".
+    The first rule that applies decides:
+
+    1. If the input is a variable with a copy of another variable's value, and is read after the call: no.
+    2. If the argument ``name``, or the name of the function around the call, is "barrier" or similar: yes.
+    3. If the input is made from a value that may differ between ranks, as in ``torch.tensor(epoch)``: no.
+    4. If the input is a constant or a new tensor: yes. Otherwise, no.
     """
     value = first_argument(call, "obj") or keyword(call, "tensor")
     names = [keyword(call, "name"), *call.args[1:]]
@@ -157,7 +159,7 @@ def is_barrier(source: Source, call: ast.Call) -> bool:
 def _holds_variable(source: Source, made: ast.expr | None) -> bool:
     """Return whether ``made`` is ``torch.tensor(x)`` or ``torch.Tensor([x])``, and ``x`` may differ between ranks.
 
-    Constants, ranks and counts of loops do not count.
+    Constants, ranks and loop counters are no such ``x``.
     """
     while isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute) and made.func.attr in _METHODS:
         made = made.func.value  # torch.tensor(x).cuda()

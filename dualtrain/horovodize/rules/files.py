@@ -137,7 +137,8 @@ def _read_path(source: Source, call: ast.Call) -> list[ast.expr]:
 
 #: Names of functions that read a file, or send it elsewhere.
 _READS = re.compile(r"(^|_)(load|restore|resume|upload|log_artifact)(?!_state_dict)(_|$)|from_pretrained$")
-#: Methods of pathlib.Path that need the file, with their numbers of arguments. ``str.replace`` has two arguments.
+#: Methods of pathlib.Path that need the file, with their numbers of arguments. ``str.replace``, which has two arguments,
+#: does not match.
 _METHODS = {("rename", 1), ("replace", 1), ("stat", 0), ("unlink", 0)}
 #: Functions that need an existing file as their first argument.
 _MOVES = re.compile(r"shutil\.(copy\w*|move)$|os\.(link|remove|rename|renames|replace|symlink|unlink|path\.getsize)$")
@@ -181,8 +182,8 @@ def _may_run_on_some_ranks(source: Source, guards: Guards, node: ast.AST, depth:
     return not calls or depth > 3 or all(_may_run_on_some_ranks(source, guards, call, depth + 1) for call in calls)
 
 
-def _runs_in_objects_of_all_ranks(source: Source, guards: Guards, node: ast.AST, own: ast.ClassDef) -> bool:
-    """Return whether all ranks certainly make objects of the class ``own``, whose method around ``node`` always runs it.
+def _runs_in_objects_of_all_ranks(source: Source, guards: Guards, node: ast.AST, cls: ast.ClassDef) -> bool:
+    """Return whether all ranks certainly make objects of ``cls``, and the method around ``node`` always runs ``node``.
 
     A condition such as ``if self.saver:`` gives False: it often holds on one rank only, although it does not name the rank.
     """
@@ -190,7 +191,7 @@ def _runs_in_objects_of_all_ranks(source: Source, guards: Guards, node: ast.AST,
     name = getattr(function, "name", "")
     if not guards.runs_whenever(node, function) or not (name == "__init__" or source.is_only(name)):
         return False
-    made = [call for call in source.calls if last_name(call.func) == own.name]
+    made = [call for call in source.calls if last_name(call.func) == cls.name]
     return all(guards.runs_whenever(call, source.scope(call)) for call in made)
 
 

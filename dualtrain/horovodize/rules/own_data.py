@@ -50,9 +50,9 @@ def _definitions(source: Source, data: ast.expr) -> list[ast.expr]:
 def is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
     """Return whether ``data`` may depend on the rank.
 
-    It may if its name, or an expression that defines or changes it, contains a word such as rank, or if a function or class
-    of the script that makes it contains a slice by rank. Parameters of functions, and attributes of ``self`` that the
-    script does not assign, count too, because their values are unknown.
+    That is so if ``data``, or an expression that defines or changes it, contains a word such as rank. It is also so if a
+    function or class of the script makes ``data``, and contains a slice such as ``[rank::size]``. Parameters of functions,
+    and attributes of ``self`` that the script does not assign, may depend on the rank, because their values are unknown.
     """
     selecting = _without_download(data)
     if SHARDED.search(ast.unparse(selecting)):

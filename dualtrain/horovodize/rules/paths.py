@@ -91,8 +91,8 @@ def origins(source: Source, node: ast.AST) -> Iterator[ast.expr]:
 def _deciding(source: Source, values: ast.expr) -> Iterator[ast.expr]:
     """Yield the parts of ``values``, the sequence of a loop, that may decide which values a rank's loop has.
 
-    The end of a ``range`` is left out: ranges with the same start have common values. So are arguments such as ``disable``
-    of ``tqdm(range(9), disable=hvd.rank() > 0)``.
+    Leave out the end of a ``range``, because ranges with the same start have common values. Also leave out keyword
+    arguments, such as ``disable`` of ``tqdm(range(9), disable=hvd.rank() > 0)``.
     """
     if not isinstance(values, ast.Call) or last_name(values.func) in source.functions:
         yield values

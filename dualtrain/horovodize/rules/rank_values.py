@@ -13,7 +13,7 @@ from dualtrain.horovodize.rules.ranks import Collectives, may_leave, only_waits
 from dualtrain.horovodize.source import Finding, Scope, Source
 
 #: Code that may send a value from one rank to the others, besides broadcast_parameters and broadcast_optimizer_state.
-#: ``may_send`` looks at calls of ``synchronize``.
+#: Calls of ``synchronize`` do not match, because ``may_send`` checks them one by one.
 _SENDS = re.compile(r"broadcast(?!_optimizer_state|_parameters\b)|bcast|(?<!reduce_a)sync(?!hronize\()|gather|elastic")
 
 #: Functions and methods that don't send an argument to other ranks. ``get`` is for ``checkpoint.get("start_epoch")``.
@@ -30,7 +30,7 @@ def may_send(source: Source) -> bool:
 
 
 def loop_by_value_of_some_ranks(source: Source) -> Iterator[Finding]:
-    """A loop with collectives whose number of iterations depends on a variable that only some ranks set.
+    """A loop that contains collectives, if only some ranks set a variable that decides the number of iterations.
 
     Examples are the first epoch, which rank 0 reads from a checkpoint, and a flag by which rank 0 stops early.
     """
@@ -213,8 +213,8 @@ def _is_rate_of_wrapped(source: Source, target: str, assignment: ast.AST) -> boo
 def loop_variables(target: ast.expr, values: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
     """Yield each variable of a ``for`` loop, with the sequence of its values, also in ``enumerate``, ``zip`` and ``items``.
 
-    Leave out the count of ``enumerate``, and variables in other tuples. The sequence of both variables of ``items`` is this
-    call.
+    Leave out the count of ``enumerate``, and variables in other tuples. For both variables of ``items``,
+    the sequence is the call of ``items`` itself.
     """
     if not isinstance(target, ast.Tuple):
         yield target, values

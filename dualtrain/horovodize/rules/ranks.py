@@ -114,9 +114,9 @@ def sends_rate(source: Source) -> bool:
 
 
 def only_waits(source: Source, call: ast.Call) -> bool:
-    """Return whether ``call``, of any ``synchronize``, is for a handle, a wrapped optimizer or a device.
+    """Return whether ``call``, a call of some ``synchronize``, waits for a handle, a wrapped optimizer or a device.
 
-    Such calls send nothing but gradients; what a handle stands for was sent by an earlier call.
+    Such a call sends nothing but gradients: an earlier call has started the operation of the handle.
     """
     if name := source.name(call.func):
         return name.startswith("torch.") or source.hvd(call.func) == "synchronize"

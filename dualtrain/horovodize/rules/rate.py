@@ -62,7 +62,7 @@ def _warms_up(source: Source) -> bool:
     """Return whether the name of a called function, an argument or a variable says that the rate warms up.
 
     These do not count: a warm-up of zero steps, options that are only declared, and torch's CosineAnnealingWarmRestarts.
-    Some of torch's schedules start with a lower rate, too.
+    Also return True for a schedule of torch that may start with a lower rate.
     """
     for node in source.nodes:
         if isinstance(node, ast.Call):

@@ -229,9 +229,10 @@ _MODELS = re.compile(r"torch\.nn\.(\w+\.)*(?!\w*Loss)[A-Z]\w*$|torchvision\.mode
 
 
 def _made_models(source: Source) -> Iterator[str]:
-    """Yield the variables to which a call assigns a model. In classes with a base class, they are parts of models.
+    """Yield the variables to which the result of a call is assigned, if this result is a model.
 
-    The results of unknown functions are models if the file calls one of ``_OF_MODELS`` of the variable.
+    Leave out variables in classes with a base class: these are parts of models. The result of an unknown function counts as
+    a model if the file calls one of the methods ``_OF_MODELS`` of the variable.
     """
     classes = [one for file in source.files for one in file.classes]
     own = {one.name for one in classes if any(re.search("Module|Model|Net", last_name(base)) for base in one.bases)}

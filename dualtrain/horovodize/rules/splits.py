@@ -42,8 +42,9 @@ def different_splits(source: Source) -> Iterator[Finding]:
             f"validation; pass {given}"
         )
         known = source.imports_torch(call) or "torch" not in given
+        # No repair if the call may be repeated: with a constant seed, all its splits would be equal.
         edits = source.layout.add_keywords(call, [given]) if known and not may_repeat(source, call) else []
-        yield Finding(call.lineno, "trap", message, tuple(edits))  # with one seed, repeated splits would be equal
+        yield Finding(call.lineno, "trap", message, tuple(edits))
 
 
 def _is_part_of_rank(source: Source, data: ast.expr) -> bool:
@@ -94,7 +95,8 @@ def shard_by_local_rank(source: Source) -> Iterator[Finding]:
         pair = _shard(source, node)
         if pair is None or guards.kinds.rank(pair[0]) != "local_rank" or not guards.kinds.is_size(pair[1]):
             continue
-        once = not isinstance(node, ast.Slice) or node.step is not None  # the end of a block contains the rank, too
+        # data[rank * n : (rank + 1) * n] contains the rank twice, so that an edit at one place is not enough.
+        once = not isinstance(node, ast.Slice) or node.step is not None
         spelled = source.spell("rank", pair[0]) if isinstance(pair[0], ast.Call) and once else ""
         edits = (source.layout.replace(pair[0], f"{spelled}()"),) if spelled else ()
         message = "the shard is chosen by local_rank(), so all hosts train on the same samples; use hvd.rank()"
@@ -102,7 +104,7 @@ def shard_by_local_rank(source: Source) -> Iterator[Finding]:
 
 
 def _block(source: Source, start: ast.BinOp) -> tuple[ast.expr, ast.expr] | None:
-    """Return the rank and the number of ranks if ``start`` is ``rank * n``, and ``n`` is divided by this number."""
+    """Return the rank and the size if ``start`` is ``rank * n``, and the value of ``n`` contains ``x // size``."""
     guards = Guards.of(source)
     for index, length in ((start.left, start.right), (start.right, start.left)):
         for value in source.possible_values(length) if guards.kinds.rank(index) else ():

@@ -13,11 +13,12 @@ from dualtrain.horovodize.source import Function, Source
 
 
 def synchronize_before(source: Source, events: list[Event], number: int) -> list[Edit]:
-    """Insert synchronize() before event ``number``, and put the optimizer's next step into skip_synchronize() if it is not.
+    """Insert synchronize() before event ``number``, and put the optimizer's next step into skip_synchronize().
 
-    An event without an optimizer, such as clipping, is for all optimizers that step before the next backward pass. Return
-    no edits if no step follows, if synchronize() follows, if an optimizer is perhaps not wrapped, if a step has a closure,
-    if other code may synchronize before a step in skip_synchronize(), or if the code around the calls prevents an edit.
+    A step that is in skip_synchronize() already stays there. An event without an optimizer, such as clipping, is for all
+    optimizers that step before the next backward pass. Return no edits if no step follows, if synchronize() follows, if an
+    optimizer is perhaps not wrapped, if a step has a closure, if other code may synchronize before a step in
+    skip_synchronize(), or if the code around the calls prevents an edit.
     """
     event = events[number]
     later = [event, *until_backward(events, number)]

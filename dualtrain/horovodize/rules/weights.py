@@ -124,7 +124,7 @@ _SUMS = ("allreduce_", "allreduce_async_", "grouped_allreduce_", "grouped_allred
 
 
 def _may_get_parts(source: Source, call: ast.Call, model: str) -> bool:
-    """Return whether ``call`` is in a loop over parts of ``model``, or its arguments contain them, but no gradients."""
+    """Return whether ``call`` may get parts of ``model``: in arguments, or in a loop over them. Gradients do not count."""
     given = given_values(call)
     if any(last_name(part) == "grad" for value in given for part in ast.walk(value)):
         return False
