@@ -140,7 +140,8 @@ class Guards:
         """Return whether ``node`` perhaps runs on some ranks only.
 
         That is so if a condition around ``node``, or the condition of an earlier exit, depends on the rank or contains a
-        word such as rank; also if a variable in the condition has such a value, or is assigned under such a condition.
+        word such as rank. The values of the variables in this condition, and the conditions around their assignments, are
+        checked in the same way.
         """
         return any(self.names_one_rank(test, depth) for test, _ in self._conditions(node))
 
@@ -208,7 +209,10 @@ class Guards:
             off = off or self.leaves([statement])
 
     def is_certain(self, node: ast.AST, scope: ast.AST) -> bool:
-        """Return whether every run of ``scope`` with Horovod on several ranks reaches ``node``, if it enters all loops."""
+        """Return whether every run of ``scope`` with Horovod on several ranks reaches ``node``, if it enters all loops.
+
+        Unlike :meth:`runs_whenever`, this assumes that exception handlers and cases of ``match`` always run.
+        """
         for test, truth in self._conditions(node):
             if scope in self.source.above(test) and not self.use.is_off(test, not truth):
                 return False

@@ -20,6 +20,7 @@ from dualtrain.horovodize.normal_form import normalized
 
 T = TypeVar("T")
 N = TypeVar("N", bound=ast.AST)
+#: In this order: the code works, but not as on Horovod; it is probably wrong, on Horovod too; it does not work.
 Level = Literal["differs", "trap", "unsupported"]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _OPTIMIZER = re.compile(r"torch\.optim\.(?!lr_scheduler\b|swa_utils\b)(\w+\.)?[A-Z]\w*")

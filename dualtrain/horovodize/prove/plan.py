@@ -13,7 +13,7 @@ from dualtrain.horovodize import recorder
 from dualtrain.horovodize.prove.comparison import Difference
 from dualtrain.horovodize.prove.records import RunRecord
 
-TIMES = 3
+BUDGET_FACTOR = 3  # all runs together take less than 3 times the steps of one run
 LEAST_BUDGET = 150  # with fewer steps, the start of the processes takes longer than the steps
 SPEED_PART = 6  # a run that only measures the speed takes 1/6 of the steps
 SHORTEST = 5  # smallest number of steps of a run, because the first step is not timed
@@ -22,7 +22,7 @@ PLANNED_ROUNDS = 3  # the budget is for this number of rounds; the user may requ
 
 def steps_left(steps: int, spent: int) -> int:
     """Return how many steps further runs may take, if the script takes ``steps`` and all runs so far took ``spent``."""
-    return max(TIMES * steps, LEAST_BUDGET) - 1 - spent
+    return max(BUDGET_FACTOR * steps, LEAST_BUDGET) - 1 - spent
 
 
 def marks(run: RunRecord) -> list[int]:
