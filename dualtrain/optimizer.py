@@ -40,7 +40,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     deep-copying gives the wrapped optimizer alone.
 
     A step that the wrapped optimizer takes itself, for example in a method of its class that calls ``self.step()``,
-    raises RuntimeError if gradients are not averaged: after ``no_sync`` or between ``backward_passes_per_step`` passes.
+    raises RuntimeError if gradients are not averaged: after ``no_sync`` or between ``backward_passes_per_step`` passes. The
+    ranks compare whether the number of all steps is odd or even: after an extra step on one rank, the next backward raises
+    BackendError.
 
     Hooks may change ``param.grad`` before backward ends, and the changed gradients are averaged. A change of a gradient
     that was sent already raises BackendError. Changes after backward are local, and ``step()`` uses them, so make the same
@@ -290,6 +292,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Return whether gradients that backward has computed on this rank are not averaged over the ranks."""
         reducer = self.reducer
         return not reducer.closed and reducer.has_local and any(has_values(slot.param.grad) for slot in reducer.slots)
+
+    def count_own_step(self) -> None:
+        """Count a step that the wrapped optimizer has taken itself: the ranks compare how many steps they have taken."""
+        self.reducer.count_step()
 
     def average_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Average ``values`` over the ranks; with a fixed ``sum_order``, in the tree over the ranks. Collective; blocks."""

@@ -23,6 +23,9 @@ class Wrapper(Protocol):
     def has_local_gradients(self) -> bool:
         """Return whether gradients on this rank are not combined with those of the other ranks."""
 
+    def count_own_step(self) -> None:
+        """Count a step that the wrapped optimizer has taken itself, if the ranks compare their numbers of steps."""
+
     def average_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Average ``values`` over the ranks. Collective; blocks."""
 
@@ -32,7 +35,7 @@ def check_own_steps(optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
 
     Such a step happens if a method of the optimizer's class calls ``self.step()``, or if other code calls ``step()`` of
     ``optimizer`` and not of the wrapper. The step raises RuntimeError if gradients are not combined over the ranks. The
-    losses of the step's closure are averaged, as in the wrapper's step.
+    losses of the step's closure are averaged, as in the wrapper's step. The wrapper counts the steps.
     """
     # An optimizer whose class does not call Optimizer.__init__ runs no hooks. The list is private in torch 2.5 to 2.15.
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
@@ -42,15 +45,29 @@ def check_own_steps(optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
     def before(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         living = ref()
         if living is None or living.may_step:
+            running.clear()  # an earlier step may have failed
             return None
         if not any(map(callable, (*args[1:], *options.values()))):  # a closure makes new gradients
             _refuse_local_gradients(optimizer_class, living)
         checked = [_checked(each, optimizer_class, living) for each in args[1:]]
+        running.append(None)
         return (args[0], *checked), {name: _checked(each, optimizer_class, living) for name, each in options.items()}
 
+    def remove_hooks(_: Any) -> None:
+        for handle in handles:
+            handle.remove()
+
+    def after(*_: Any) -> None:
+        if running:
+            running.pop()
+            living = ref()
+            if not running and living is not None:
+                living.count_own_step()
+
     optimizer_class = type(optimizer)
-    handle = optimizer.register_step_pre_hook(before)
-    ref = weakref.ref(wrapper, lambda _: handle.remove())
+    running: list[None] = []  # one element for each running step: one that calls its base class's may run the hooks twice
+    handles = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+    ref = weakref.ref(wrapper, remove_hooks)
 
 
 def _refuse_local_gradients(optimizer_class: type, wrapper: Wrapper) -> None:

@@ -218,6 +218,10 @@ class GradientReducer:
         """Number of steps that the optimizer has taken with these gradients, on the current backend."""
         return self._exchange.refusals.steps
 
+    def count_step(self) -> None:
+        """Count an optimizer step. The ranks compare their numbers of steps in each exchange."""
+        self._exchange.refusals.steps += 1
+
     @property
     def is_due(self) -> bool:
         """Return whether the reducer must exchange its gradients when the running backward pass ends.

@@ -348,6 +348,9 @@ class _Optimizer(NativeOptimizer):
         """Return whether a backward pass has run, or an exchange has begun, since gradients were last combined."""
         return self.reducer is not None and not self.reducer.closed and (self.reducer.dirty or self.reducer.exchanging)
 
+    def count_own_step(self) -> None:
+        """Do nothing: as on Horovod, the ranks do not compare how many steps they have taken."""
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients. Raises AssertionError between backward and ``step`` or ``synchronize``."""
         if self.reducer is not None and self.reducer.dirty:

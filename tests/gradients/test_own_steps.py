@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from dualtrain import DistributedOptimizer
+from dualtrain import BackendError, DistributedOptimizer
 from tests.models_for_tests import same_on_all
+from tests.threads import run_threads
 
 
 class Own(torch.optim.SGD):
@@ -97,6 +98,46 @@ def own_steps(backend):
 
 def test_a_step_that_the_wrapped_optimizer_takes_itself_uses_averages_or_is_refused(typical):
     typical(own_steps)
+
+
+def own_step_of_one_rank(backend):
+    """Call ``step()`` of the wrapped optimizer on rank 1 only, a second step with the same averages."""
+    p, inner, optimizer = wrapped(backend, own)
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # from now on, ``SGD.step`` runs the hooks, too
+    p.sum().backward()
+    optimizer.step()
+    if backend.rank == 1:
+        inner.step()
+    optimizer.zero_grad()
+    with pytest.raises(BackendError, match=r"rank 0 has taken 1 .* rank 1 has taken 2: their weights differ"):
+        p.sum().backward()
+    optimizer.close()
+
+
+def test_a_step_of_the_wrapped_optimizer_on_one_rank_causes_an_error_on_all_ranks():
+    run_threads(3, own_step_of_one_rank)
+
+
+def failed_own_step(backend):
+    """Go on after a step of the wrapped optimizer that has failed on rank 0 only."""
+    p, inner, optimizer = wrapped(backend, own)
+    p.sum().backward()
+    if backend.rank == 0:
+        with pytest.raises(ZeroDivisionError):
+            inner.step(lambda: 1 / 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    p.sum().backward()
+    inner.step()
+    optimizer.zero_grad()
+    p.sum().backward()
+    optimizer.step()
+    assert p.tolist() == [-3.0, -3.0]
+    optimizer.close()
+
+
+def test_steps_are_counted_after_a_step_has_failed():
+    run_threads(2, failed_own_step)
 
 
 def own_closures(backend, passes):
