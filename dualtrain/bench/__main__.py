@@ -10,6 +10,7 @@ move from Horovod to torch.
 --jobs virtual measures the cost of --virtual-ranks instead: steps of the trainer with and without virtual ranks.
 --targets also shows the targets of dualtrain's developers. The exit status is then 1 if a target is not met, not judged
 (after fewer than 7 rounds) or not measured. Targets of optional contenders that are not installed do not count.
+Without --targets, the exit status is 1 if all contenders failed.
 --scale shows instead how costs grow with the number of ranks on this host (about 10 minutes; --ranks 2,4 takes 3).
 """
 
@@ -94,6 +95,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     given = parser.parse_args(arguments)
     if given.ranks is not None and not given.scale:
         raise UserError("--ranks has no effect without --scale: use --nproc N for the other measurements")
+    if given.launch is not None and given.nproc != parser.get_default("nproc"):
+        raise UserError("--nproc has no effect with --launch, whose command sets the number of ranks: leave --nproc out")
     fixed = [f"--{name}" for name in _WITHOUT_SCALE if getattr(given, name) != parser.get_default(name)]
     if given.scale and fixed:
         raise UserError(f"--scale cannot be combined with {fixed[0]}: leave one of them out")
@@ -287,7 +290,7 @@ def _conclude(folder: Path, results: Results, machine: dict[str, str], *, target
     if results.interrupted is not None:
         raise results.interrupted
     if not targets:
-        return 0
+        return 0 if any(map(results.count, results.samples)) else 1
     judged = [row for row in rows if row.target is not None]
     missing = {
         name
@@ -312,7 +315,7 @@ def _with_targets() -> set[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print the results. Return the exit status.
 
-    0 for success; 1 if a target of --targets is not met, not judged or not measured, or if --scale could measure nothing;
+    0 for success; 1 if a target of --targets is not met, not judged or not measured, or if nothing could be measured;
     2 for an error that the user can fix; 130 after Ctrl-C.
     """
     try:

@@ -268,7 +268,7 @@ COSTS = (
     Cost("allreduce of 4 KB, shared memory", "shm", "sweep/4096", "µs", 30.0),
     Cost("allreduce of 4 KB, native", "native", "sweep/4096", "µs", None),
     Cost("allreduce of 4 KB, raw Gloo", TUNED, "sweep/4096", "µs", None),
-    Cost("time that the trainer adds to a step (empty model)", "shm", "trainer", "µs", 20.0),
+    Cost("time that the trainer adds to a step (empty model)", "shm", "trainer", "µs", 40.0),
     Cost("import dualtrain, minus import torch", "import", "import", "ms", 50.0),
     Cost("launch to first step, minus raw DDP tuned", "shm", "start", "ms", 100.0, TUNED),
     Cost("stall of a checkpoint (ResNet-18)", "shm", "stall", "ms", None),

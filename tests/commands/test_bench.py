@@ -168,7 +168,7 @@ def test_an_interval_around_the_target_shows_neither_success_nor_failure(tmp_pat
     found = results(shm=0.1, ddp_tuned=0.15)
     found.samples["shm"][2].seconds["resnet18"] *= 1.4  # one slow round: a ratio of 1.07 beside six of 1.5
     for number, sample in enumerate(found.samples["shm"]):
-        sample.seconds["trainer"] = (15 + 2 * number) * 1e-6  # the target, 20 µs, is inside the interval
+        sample.seconds["trainer"] = (35 + 2 * number) * 1e-6  # the target, 40 µs, is inside the interval
     rows = rows_of(found)
     ratio, cost = row(rows, "shm", TUNED), next(r for r in rows if "trainer" in r.job)
     assert ratio.found.value == pytest.approx(1.5)
@@ -195,10 +195,11 @@ def test_targets_that_were_not_measured_give_exit_status_1(tmp_path):
     met = results(shm=0.1, ddp_tuned=0.15)
     failed = results(shm=0.1, ddp_tuned=0.15, missing={"hvd-gloo": "it ended with status 1"})
     beside = results(shm=0.1, ddp_tuned=0.15, missing={BESIDE_DDP: "it ended with status 1"})
-    for found, status in ((met, 0), (failed, 1), (beside, 1), (Results(), 1)):
+    nothing = Results(samples={"shm": [None]}, missing={"shm": "it ended with status 1"})
+    for found, status, plain in ((met, 0, 0), (failed, 1, 0), (beside, 1, 0), (nothing, 1, 1)):
         assert bench._conclude(tmp_path, found, MACHINE, targets=True) == status
-        assert bench._conclude(tmp_path, found, MACHINE, targets=False) == 0
-        assert (tmp_path / "bench.svg").exists() == bool(found.samples)  # no chart of earlier results stays
+        assert bench._conclude(tmp_path, found, MACHINE, targets=False) == plain
+        assert (tmp_path / "bench.svg").exists() == (found is not nothing)  # no chart of earlier results stays
 
 
 def test_targets_that_are_not_judged_give_exit_status_1(tmp_path, capsys):
@@ -1237,6 +1238,7 @@ def test_the_weights_are_compared_in_each_round_separately():
         (["--launch", " "], "--launch has no command"),
         (["extra"], "unrecognized"),
         (["--ranks", "2"], "--ranks has no effect without --scale"),
+        (["--nproc", "3", "--launch", "mpirun -np 4"], "--nproc has no effect with --launch"),
         (["--scale", "--ranks", "2,1"], "--ranks must be numbers of ranks from 2 to 1024"),
         (["--scale", "--quick"], "--scale cannot be combined with --quick"),
     ],
