@@ -78,6 +78,7 @@ REPAIRS = [
         "loss.backward()\nclip_grad_norm_(p, 1)\nwith optimizer.skip_synchronize():\n    optimizer.step(closure)\n",
         None,  # not repaired: the closure makes new gradients
     ),
+    ("loss.backward()\nwith optimizer.skip_synchronize():\n    optimizer.step(closure)\n", None),  # not repaired, too
     ("for x in data: loss.backward(); clip_grad_norm_(p, 1); optimizer.step()\n", None),
     *(  # not repaired: another call passes an optimizer that is not wrapped
         (

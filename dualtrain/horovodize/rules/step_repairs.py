@@ -68,7 +68,7 @@ def synchronize_outside(source: Source, step: Event) -> list[Edit]:
     block = source.parents[source.statement(step.node)]
     if not isinstance(block, ast.With) or len(block.body) > 1 or "skip_synchronize" not in ast.unparse(block.items[0]):
         return []
-    if step.owner is None or not can_synchronize(source, step):
+    if step.owner is None or _has_closure(step) or not can_synchronize(source, step):
         return []
     return source.layout.insert_before(block, f"{ast.unparse(step.owner)}.synchronize()")
 
