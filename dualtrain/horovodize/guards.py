@@ -208,20 +208,10 @@ class Guards:
                 yield from (line for inner in _blocks(statement) for line in self._lines_off(inner))
             off = off or self.leaves([statement])
 
-    def is_certain(self, node: ast.AST, scope: ast.AST) -> bool:
-        """Return whether every run of ``scope`` with Horovod on several ranks reaches ``node``, if it enters all loops.
-
-        Unlike :meth:`runs_whenever`, this assumes that exception handlers and cases of ``match`` always run.
-        """
-        for test, truth in self._conditions(node):
-            if scope in self.source.above(test) and not self.use.is_off(test, not truth):
-                return False
-        return True
-
     def runs_whenever(self, node: ast.AST, other: ast.AST) -> bool:
         """Return whether every run with Horovod that reaches ``other`` also reaches ``node``, if it enters all loops.
 
-        Both nodes must be in one function, or ``other`` must be the function that contains ``node``.
+        Both nodes must be in one function, or ``other`` must be the function or module that contains ``node``.
         """
         around, shared = list(self.source.above(other)), list(self._conditions(other))
         for above in self.source.above(node):

@@ -1765,6 +1765,11 @@ CASES = [
         + "if r() == 0:\n    optimizer.param_groups[0]['lr'] *= 0.1\nsend(optimizer, 0)\nloss.backward()",
     ),
     (
+        "collective_on_some_ranks",  # no finding if perhaps no rank runs the exception handler
+        "def f():\n    try:\n        hvd.barrier()\n    except ValueError: ...\nif hvd.rank() == 0:\n    f()  # HERE",
+        "def f():\n    try:\n        g()\n    except ValueError:\n        hvd.barrier()\nif hvd.rank() == 0:\n    f()",
+    ),
+    (
         "collective_on_some_ranks",  # an exit in an else
         "def f():\n    if hvd.rank() == 0:\n        print()\n    else:\n        return\n    hvd.barrier()  # HERE",
         "def f():\n    if hvd.rank() == 0:\n        return 1\n    else:\n        return 2\n    hvd.barrier()",

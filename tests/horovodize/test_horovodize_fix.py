@@ -358,6 +358,12 @@ def test_a_file_that_another_file_of_the_program_loads_is_saved_by_every_rank(tm
         ("model = Net()\nold = timm.create_model(x)\nold.eval()", "hvd.broadcast_parameters(model.state_dict(), 0)", False),
         ("model, other = Net(), torch.nn.Linear(1, 1)", "hvd.broadcast_parameters(model.state_dict(), 0)", False),
         ("model = Net()", "if resume:\n    hvd.broadcast_parameters(model.state_dict(), 0)", False),
+        ("model = Net()", "def f():\n    hvd.broadcast_parameters(model.state_dict(), 0)\nf()", True),
+        (
+            "model = Net()",
+            "def f():\n    try: g()\n    except KeyError:\n        hvd.broadcast_parameters(model.state_dict(), 0)\nf()",
+            False,
+        ),
     ],
 )
 def test_seeds_stay_equal_if_they_make_the_weights_of_a_model_equal(made, sent, repaired):

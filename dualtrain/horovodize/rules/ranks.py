@@ -275,7 +275,7 @@ class Collectives:
 
     def _contains(self, function: Function) -> bool:
         """Return whether ``function`` certainly makes a call that all ranks must make."""
-        return any(self.guards.is_certain(call, function) for _, call in self._inside(function.body))
+        return any(self.guards.runs_whenever(call, function) for _, call in self._inside(function.body))
 
 
 def _own_collectives(source: Source) -> set[Function]:

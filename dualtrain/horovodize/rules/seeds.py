@@ -216,8 +216,7 @@ def _sends_all_models(source: Source, seed: ast.Call) -> bool:
     guards, sent = Guards.of(source), set[str]()
     for call in source.hvd_calls("broadcast_parameters"):
         owner, scope = owner_of(first_argument(call, "params"), "state_dict", "named_parameters"), source.scope(call)
-        together = source.scope(seed) is scope
-        certain = guards.runs_whenever(call, seed) if together else guards.is_certain(call, scope)
+        certain = guards.runs_whenever(call, seed if source.scope(seed) is scope else scope)
         if owner is not None and call.lineno > seed.lineno and certain:
             sent.add(ast.unparse(owner))
     return bool(sent) and all(any(are_related(source, made, one) for one in sent) for made in _made_models(source))

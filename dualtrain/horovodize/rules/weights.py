@@ -114,7 +114,7 @@ def _loaded(source: Source, guards: Guards, load: ast.Call) -> tuple[ast.expr, a
     if isinstance(function, Function) and isinstance(owner, ast.Name) and owner.id in source.parameters(load):
         calls = list(calls_of(source, function))
         given = argument(source, function, calls[0], owner.id) if len(calls) == 1 else None
-        if given is not None and guards.is_certain(load, function) and source.is_only(function.name):
+        if given is not None and guards.runs_whenever(load, function) and source.is_only(function.name):
             return given, calls[0]
     return owner, load
 
