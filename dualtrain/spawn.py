@@ -74,8 +74,8 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
 
     Returns:
         0 if all ranks end with 0. Else the status of the first rank that failed, or 128 + N if signal N killed that rank.
-        If several ranks fail at about the same time, a killed rank comes first, and a rank with status 1 last. In place of
-        a key of ``TRANSIENT``, its value is returned.
+        If several ranks fail at about the same time, the status of a killed rank is preferred to all others, and any other
+        status to 1. A key of ``TRANSIENT`` is replaced by its value.
         If this process received a stop signal before a rank failed, or while it waited before a restart: 128 plus the
         signal's number, for example 143.
 
@@ -132,7 +132,7 @@ class _Job:
         self._inbox = inbox
         self._processes: list[BaseProcess] = []
         self._status: int | None = None  # the job's exit status, after a rank has failed
-        self._save = save  # whether SIGUSR1 has requested a checkpoint; it is passed on to ranks that start later
+        self._save = save  # whether SIGUSR1 has requested a checkpoint; the signal is passed on to ranks that start later
         self._stopped: tuple[int, float] | None = None  # the stop signal that was received, and when
         self._unsent = [signal.SIGTERM, signal.SIGKILL]  # the signals that end the ranks and were not sent yet, in order
         self._deadline: float | None = None  # when the next signal is sent

@@ -193,7 +193,8 @@ class Attempt:
     def _record_error(self, error: BaseException, backend: Backend) -> None:
         failure = None if backend.watch is None else backend.watch.failure
         if isinstance(error, BackendError) and failure is not None:
-            # Record a quiet failure. After any other failure, ``fail`` was called already, and does nothing now.
+            # This call records a quiet failure (a rank left normally), for which ``note`` is not called. After any other
+            # failure, ``note`` has called ``fail`` already, and this call does nothing.
             if _records_failure_of(failure.rank, backend):
                 self.fail(failure.reason, failure.rank)
         elif isinstance(error, StoppedError | KeyboardInterrupt | BackendError | DivergedError | NotSavedError):

@@ -162,7 +162,10 @@ def _may_be_good(error: OSError) -> bool:
 
 @contextmanager
 def fitting(what: str) -> Iterator[None]:
-    """Raise UserError if the block fails to load a state, which is of another model. Memory errors stay as they are."""
+    """Convert an error of the block, which loads a state, to UserError: the state is most likely of another model.
+
+    BackendError and errors about too little memory are not converted.
+    """
     try:
         yield
     except (UserError, BackendError):

@@ -234,7 +234,7 @@ class _Wait:
         return owner
 
     def _has_left(self, seen: Seen) -> bool:
-        """Return whether ``seen`` shows that the process has left the folder. Raises UserError as :meth:`await_end`."""
+        """Return whether ``seen`` shows that the process has left the folder. Raises UserError: see :meth:`await_end`."""
         if seen.owner is not None and seen.owner.ended:
             return True
         return self._has_ended_here(seen) if _is_here(seen) else self._has_ended_elsewhere(seen)

@@ -1,7 +1,7 @@
 """The files ``generation-N`` of a run's folder. Only the newest is valid.
 
-Each process that locks the folder makes the file with the next number, and removes the older files. The file names its
-process. The process locks the file (flock) and renews it every few seconds. A new file is written and locked under a
+Each process that locks the folder makes the file with the next number, and removes the older files. The process writes its
+id and host into the file, locks the file (flock) and renews it every few seconds. A new file is written and locked under a
 temporary name, and gets its number only if the number is free: of two processes that try, one succeeds.
 """
 

@@ -237,7 +237,7 @@ class MetricsFile:
             link_whole(path, aside)
             found = "1 line that is not a metric" if unreadable == 1 else f"{unreadable} lines that are not metrics"
             report(f"{path} has {found}, left out of the new file; the old file is kept as {aside.name}")
-        last = {"epoch": step if evaluated is None else evaluated}  # of a kind of line; ``step`` for other kinds
+        last = {"epoch": step if evaluated is None else evaluated}  # the last step to keep, by kind of line; else ``step``
         kept = [line for line in lines if line["step"] <= last.get(str(line.get("kind")), step)]
         content = "".join(json.dumps(without_nan(line)) + "\n" for line in kept).encode()
         write_whole(path, content, lock.check)

@@ -54,7 +54,7 @@ def check_options(clip_norm: float | None, ema: float | None, compress: str, vir
 
 
 def _is_number(value: object) -> bool:
-    """Return whether ``value`` is a number, or a tensor of one; a bool is not, as a decay of ``True`` would be 1."""
+    """Return whether ``value`` is a number or a tensor of one number. A bool is refused: a decay of ``True`` would be 1."""
     if isinstance(value, torch.Tensor):
         return value.numel() == 1 and not value.is_complex()
     return isinstance(value, Real) and not isinstance(value, bool)

@@ -34,7 +34,7 @@ def match_buffers(average: nn.Module, model: nn.Module) -> None:
     if _buffers(average) == _buffers(model):
         return
     modules = dict(average.named_modules())
-    copies: dict[int, torch.Tensor] = {}  # id of a model's buffer → its copy: one for each buffer, of several modules too
+    copies: dict[int, torch.Tensor] = {}  # id of a model's buffer → its copy; modules that share a buffer share the copy
     for path, module in model.named_modules():
         copied = modules.get(path)
         # ``_buffers`` is private, and the same in torch 2.5 to 2.15: named_buffers() leaves out buffers that are None.
@@ -61,7 +61,10 @@ def _buffers(model: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
 
 
 def _copy_of(buffer: torch.Tensor | None, old: torch.Tensor | None, copies: dict[int, torch.Tensor]) -> torch.Tensor | None:
-    """Return the copy of ``buffer`` in ``copies``; else add ``old`` if it is unused and of the same form, or a copy."""
+    """Return the copy of ``buffer`` in ``copies``.
+
+    If there is none, add one: ``old`` if it has the same shape and dtype and is not in ``copies`` yet, else a new copy.
+    """
     if buffer is None:
         return None
     if id(buffer) not in copies:

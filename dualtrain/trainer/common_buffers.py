@@ -30,7 +30,7 @@ from dualtrain.gradients.shard_sums import copy_all
 
 Vector = numpy.typing.NDArray[Any]
 
-#: Numbers for each counter in the result of :meth:`CommonBuffers.numbers`: the counter's change (0 except for shard 0), the
+#: How many numbers :meth:`CommonBuffers.numbers` returns for each counter: the counter's change (0 except for shard 0), the
 #: numerator and the denominator of its change in one pass, and the squares of these two.
 _PER_COUNTER = 5
 _EXACT = 1 << 24  # float32 represents all integers up to this one
@@ -199,7 +199,8 @@ class CommonBuffers:
                     f"change by {self._largest} at most"
                 )
         first = changes if shard == 0 else [0] * len(changes)
-        # A bool buffer that every pass sets changes in the first pass only: do not divide its change by the passes.
+        # If every pass sets a bool buffer to the same value, only the first pass changes it: do not divide its change by
+        # the number of passes.
         fractions = [
             _per_pass(change, min(passes, 1) if is_bool else passes)
             for is_bool, change in zip(self._bools, changes, strict=True)

@@ -185,7 +185,7 @@ class Adapted:
 
 
 def _check_mean(loss: Any, role: str = "") -> None:
-    """Raise TypeError if ``loss`` is not a tensor with one element. ``role`` follows its kind in the message."""
+    """Raise TypeError if ``loss`` is not a tensor with one element. The message has ``role`` after the loss's type."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return
     got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"

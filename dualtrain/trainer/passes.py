@@ -114,7 +114,7 @@ class Passes:
         """
         if self.targets_per_sample is None and not self._compared:
             self._agree(count(targets) / len(targets) if len(targets) else 0.0)
-        # If no rank's first batch has targets, this step counts in targets, and the ranks agree in the next step.
+        # If no rank's first batch has targets, the sums of this step are not divided, and the ranks agree in the next step.
         unit = self.targets_per_sample or 1.0
         return [each / unit for each in sums]
 

@@ -96,9 +96,9 @@ def restore_buffers(
 ) -> None:
     """Restore this rank's entry of ``ranks``.
 
-    If the state is of a different world size, average each floating-point buffer that has the same shape on all of
-    that world's ranks. Every other buffer gets the value that it had on the first rank. Ranks whose entry in
-    ``trained`` is false are ignored, unless all entries are false.
+    If the state is of a different world size, each floating-point buffer that has the same shape in all entries gets the
+    average of these entries, and every other buffer gets the value in the first entry. Entries of ranks for which
+    ``trained`` is false are ignored, unless it is false for all ranks.
     """
     same = len(ranks) == backend.size
     if not same and any(trained):

@@ -83,7 +83,7 @@ class StepScalars:
 
     @staticmethod
     def result(total: Sequence[float]) -> tuple[Step, bool]:
-        """Split the sums over all ranks into the step's result and whether any rank diverged."""
+        """Convert the sums over all ranks to the step's result; also return whether any rank diverged."""
         step = Step(list(total[: len(NAMES)]), list(total[-CONTROL_FLAGS:]))
         return step, total[len(NAMES)] > 0
 

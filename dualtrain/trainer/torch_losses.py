@@ -1,4 +1,4 @@
-"""Losses of torch as objectives. Each batch's loss gets a weight, so that means over any batches and ranks are exact."""
+"""Losses of torch as objectives. Each batch's loss gets a weight, so that averages over any batches and ranks are exact."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _uncompiled(loss: Any) -> Any:
 
 
 def _as_module(loss: Loss | Objective) -> Loss | Objective:
-    """Return the module for a function in ``_MODULES``, also for one in ``functools.partial``; else ``loss`` itself."""
+    """Return the ``nn.Module`` for a function in ``_MODULES`` or a ``functools.partial`` of one; else return ``loss``."""
     function, options = (loss.func, loss.keywords) if isinstance(loss, partial) and not loss.args else (loss, {})
     made = _MODULES.get(function) if isinstance(function, types.FunctionType) else None
     return made(**options) if made is not None else loss

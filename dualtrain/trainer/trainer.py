@@ -216,8 +216,8 @@ class Trainer:
                 :class:`~dualtrain.trainer.fixed_state.FixedState`), or calls ``dualtrain.functional`` while the numbers of
                 ranks and shards differ.
             DivergedError: on every rank, before the optimizer steps, if a loss is infinite or not a number, or if, with
-                ``compress="fp16"``, gradients do not fit into fp16. (With ``amp="fp16"`` too, the GradScaler skips the step
-                instead.)
+                ``compress="fp16"``, gradients do not fit into fp16. (If ``amp`` is also ``"fp16"``, the GradScaler skips
+                the step in the second case, and no error is raised.)
             RanksDifferError: on every rank, if weights, learning rates or ``expected`` differ between ranks. They are
                 compared after steps 1, 2, 4, 8 and so on; weights and rates also after an epoch of :meth:`fit`, in an
                 evaluation and before a save.
@@ -301,8 +301,8 @@ class Trainer:
     def advance_schedule(self, *, updated: bool = False) -> None:
         """Step the schedule, if there is one. Not collective: call it on every rank.
 
-        :meth:`step` calls this after each optimizer step. If your schedule must also count steps in which no target
-        counted, call this after such steps. ``updated`` is true if the optimizer has certainly stepped before.
+        :meth:`step` calls this, except in a step in which no target counts. If your schedule must advance after such a step
+        too, call this yourself. ``updated`` is true if the optimizer has certainly stepped before.
         """
         if self.schedule is not None:
             # Filter warnings only if necessary: the filter can take longer than ``schedule.step()``.
@@ -333,9 +333,10 @@ class Trainer:
 
         Returns:
             One dict for each epoch: the mean loss over all ranks' samples or targets and, if the loss counts correct
-            predictions, the accuracy. An ``Objective`` may count them. Cross entropy of class indices counts them. The only
-            exception is torch's for outputs of more than two dimensions, unless it has class weights or an ``ignore_index``
-            other than -100. With class weights, loss and accuracy use these weights. Without samples, values are NaN.
+            predictions, the accuracy. An ``Objective`` may count them. Cross entropy of class indices counts them, with one
+            exception: for outputs of more than two dimensions, torch's own cross entropy losses count them only if they
+            have class weights, or an ``ignore_index`` other than -100. With class weights, loss and accuracy use these
+            weights. Without samples, values are NaN.
 
         Raises:
             TypeError: a batch is not (inputs, targets).

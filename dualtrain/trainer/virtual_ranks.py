@@ -214,7 +214,7 @@ class VirtualRanks:
 
     def evaluate(self, batches: Any, sums: Callable[[Evaluation], list[float]], model: nn.Module) -> list[float]:
         """See :class:`~dualtrain.trainer.parts.Parts`. ``batches``: one entry for each of this rank's shards, in order."""
-        rows, buffers = [], CommonBuffers(model, self.count)  # restores the buffers' present values after each shard
+        rows, buffers = [], CommonBuffers(model, self.count)  # to restore the present values after each shard
         given = self._of_shards(batches)
         with self._restored_after_failure(buffers), self._without_collectives():
             for shard, part in given:

@@ -269,7 +269,7 @@ def check_virtual_ranks(step: StepSection, model: ModelSection, run: RunSection,
 
 
 def compiled(model: nn.Module) -> Forward:
-    """Wrap ``model`` with torch.compile. A call that compiles it raises UserError if this fails."""
+    """Wrap ``model`` with torch.compile, which compiles in later calls. A call raises UserError if compiling fails."""
     fast = torch.compile(model)
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:

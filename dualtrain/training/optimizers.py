@@ -166,7 +166,10 @@ def _shape(section: ScheduleSection, steps: int, lr: float) -> Callable[[int], f
 
 
 def _check_gamma(gamma: float, changes: int, lr: float) -> None:
-    """Raise UserError if ``changes`` by ``gamma`` raise the rate above float32's largest number, which torch refuses."""
+    """Raise UserError if the rate, multiplied ``changes`` times by ``gamma``, exceeds the range of float32.
+
+    torch refuses such a rate.
+    """
     largest = torch.finfo(torch.float32).max
     if math.log(lr) + changes * math.log(gamma) > math.log(largest):
         raise UserError(f"--lr-gamma {gamma:g} raises the learning rate above {largest:.2g}: lower it")

@@ -21,7 +21,7 @@ from dualtrain.processes import start_thread
 T = TypeVar("T")
 log = logging.getLogger("dualtrain")
 _END_SECONDS = 1.0  # longest wait for a line that is being printed
-_PAUSE_SECONDS = 5.0  # a ``Ticker`` block that begins within this time after the last one continues that block
+_PAUSE_SECONDS = 5.0  # a ``Ticker`` block that begins within this time after the end of another continues that one
 
 
 class Ticker:

@@ -2,8 +2,8 @@
 
 With ``--resume auto``, one command line is enough for the first start of a run and for every restart. Each rank reports
 what it sees in the run's folder. The newest good checkpoint of any rank is used, and that rank sends it, so that hosts
-need no common disk. A run that has ended is not trained again. A restart of the job that made the run, or was the last to
-resume it, does the same without the flag.
+need no common disk. A run that has ended is not trained again. The flag is not needed in a restart of the job that made the
+run or that was the last to resume it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dualtrain.training.resume import (
 )
 
 log = logging.getLogger("dualtrain")
-#: How many runs this process has started, by job: the number is added to the job name of each run but the first. A
+#: How many runs this process has started, by job: the number is added to the job name of each run after the first. A
 #: restarted process counts from 0 again, so that its runs get the same names.
 _runs: Counter[str] = Counter()
 
