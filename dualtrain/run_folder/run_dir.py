@@ -75,12 +75,12 @@ def enter(output: OutputSection, name: str, lock: FolderLock, timeout: float) ->
     with _writable(folder):
         if output.resume == AUTO:
             folder.mkdir(parents=True, exist_ok=True)
-        seen, runs = user_of(folder)
+        seen, is_running = user_of(folder)
         owner = seen.owner if seen is not None else None
         restart = owner is not None and lock.job != "" and lock.job in (owner.run, owner.job)
         other = None if restart else _other_content(folder, output)
         if other is not None:
-            raise in_use(folder, seen) if runs else other
+            raise in_use(folder, seen) if is_running else other
         if output.resume == AUTO or seen is not None or (folder / "config.json").exists():
             lock.take(folder, timeout / 2, waits=restart or output.resume is not None)
     may_resume = output.resume is None or (output.resume_file is not None and _has_checkpoints(folder))

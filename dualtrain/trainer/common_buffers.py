@@ -99,9 +99,9 @@ class CommonBuffers:
         self._starts = [0, *accumulate(self._sizes[:-1])]
         self._dtype = torch.float64 if narrowest > 4 else torch.float32
         self._bools = [place.read().dtype is torch.bool for place in self._counters]
-        self._began = [buffer.clone() for buffer in self._read()]
+        self._initial = [buffer.clone() for buffer in self._read()]  # the values at the start of a step
         self._writable = list[torch.Tensor]()  # buffers that passed :meth:`_are_writable`
-        #: The values in ``_began``: the averaged buffers as one vector, the counters as integers.
+        #: The values in ``_initial``: the averaged buffers as one vector, the counters as integers.
         self._vector, self._counts = numpy.empty(0), list[int]()
         self.count = sum(self._sizes) + len(self._averaged) + _PER_COUNTER * len(self._counters) + 2
 
@@ -116,13 +116,13 @@ class CommonBuffers:
                 "the number of the model's modules or buffers has changed: change the model before you make the trainer"
             )
         now = self._read()
-        for place, buffer, began in zip(self._all, now, self._began, strict=True):
-            if buffer.shape != began.shape or buffer.dtype != began.dtype:
+        for place, buffer, initial in zip(self._all, now, self._initial, strict=True):
+            if buffer.shape != initial.shape or buffer.dtype != initial.dtype:
                 raise UserError(
                     f"buffer {place.name!r} has changed its shape or dtype: change the model before you make the trainer"
                 )
-        copy_all(self._began, now)
-        self._vector, self._counts = self._flat(self._began), self._read_counters(self._began)
+        copy_all(self._initial, now)
+        self._vector, self._counts = self._flat(self._initial), self._read_counters(self._initial)
 
     def _count_buffers(self) -> tuple[int, int]:
         """Return how many submodules and buffers all modules have. This is much faster than ``model.buffers()``."""
@@ -134,17 +134,17 @@ class CommonBuffers:
         """Restore the values that all buffers had at the start of the step."""
         now = self._read()
         if self._are_writable(now):
-            copy_all(now, self._began)
+            copy_all(now, self._initial)
             return
-        for place, began in zip(self._all, self._began, strict=True):
-            place.write(began)
+        for place, initial in zip(self._all, self._initial, strict=True):
+            place.write(initial)
 
     def _are_writable(self, now: list[torch.Tensor]) -> bool:
         """Return whether values can be copied into all buffers. For tensors that passed before, check only the shape."""
         known = len(self._writable) == len(now)
-        for number, (buffer, began) in enumerate(zip(now, self._began, strict=True)):
-            same = known and buffer is self._writable[number] and buffer.shape == began.shape
-            if not same and not _is_writable(buffer, began):
+        for number, (buffer, initial) in enumerate(zip(now, self._initial, strict=True)):
+            same = known and buffer is self._writable[number] and buffer.shape == initial.shape
+            if not same and not _is_writable(buffer, initial):
                 return False
         self._writable = now
         return True
@@ -179,19 +179,21 @@ class CommonBuffers:
         """
         now = self._read()
         vector = self._flat(now)
-        # Averaged buffers come first in ``_began``.
-        triples = zip(self._averaged, now, self._began, strict=False)
-        name = next((place.name for place, buffer, began in triples if buffer.numel() != began.numel()), None)
+        # Averaged buffers come first in ``_initial``.
+        triples = zip(self._averaged, now, self._initial, strict=False)
+        name = next((place.name for place, buffer, initial in triples if buffer.numel() != initial.numel()), None)
         if name is not None:
             raise UserError(f"buffer {name!r} changes its shape in forward: virtual ranks cannot average it")
         first_constant = len(self._averaged) + len(self._counters)
-        for place, buffer, began in zip(self._constant, now[first_constant:], self._began[first_constant:], strict=True):
-            if not same_bits(buffer, began):
+        for place, buffer, initial in zip(
+            self._constant, now[first_constant:], self._initial[first_constant:], strict=True
+        ):
+            if not same_bits(buffer, initial):
                 raise UserError(
                     f"buffer {place.name!r} ({place.read().dtype}) changes in forward, and has no mean over virtual ranks: "
                     "make it float32, or train without virtual ranks"
                 )
-        changes = [now - began for now, began in zip(self._read_counters(now), self._counts, strict=True)]
+        changes = [now - initial for now, initial in zip(self._read_counters(now), self._counts, strict=True)]
         for place, change in zip(self._counters, changes, strict=True):
             if abs(change) > self._largest:
                 raise UserError(
@@ -265,7 +267,7 @@ class CommonBuffers:
             now = self._read()
         weight = 1.0 / max(shards_with_passes, 1.0)
         means = sums_of_values.mul(weight).split(self._sizes)
-        values = list(self._began)
+        values = list(self._initial)
         for number, (mean, some) in enumerate(zip(means, changed.tolist(), strict=True)):  # averaged buffers come first
             if some:
                 values[number] = mean if values[number].dim() == 1 else mean.view(values[number].shape)

@@ -38,7 +38,7 @@ _SETS = {
     "AVX512_CORE_AMX_FP16": {"amx_tile", "amx_fp16"},
 }
 #: Other names that oneDNN accepts.
-_SAME = {
+_ALIASES = {
     "AVX10_1_512": "AVX512_CORE_FP16",
     "AVX10_1_512_AMX": "AVX512_CORE_AMX",
     "AVX10_1_512_AMX_FP16": "AVX512_CORE_AMX_FP16",
@@ -92,7 +92,7 @@ def onednn_set(flags: Collection[str], limit: str) -> str | None:
         flags: the processor's flags, as in /proc/cpuinfo.
         limit: the value of ONEDNN_MAX_CPU_ISA. An unknown value limits nothing, as in oneDNN.
     """
-    limit = _SAME.get(limit.upper(), limit.upper())
+    limit = _ALIASES.get(limit.upper(), limit.upper())
     order = list(_SETS)
     allowed = order[: order.index(limit) + 1] if limit in order else order
     return next((name for name in reversed(allowed) if _SETS[name] <= {*flags}), None)

@@ -29,7 +29,7 @@ def evaluation_mode(*parts: object) -> Iterator[None]:
 
 def training_mode(model: nn.Module) -> None:
     """Call ``model.train()``. If the model was in training mode already, modules in evaluation mode keep that mode."""
-    apart = [module for module in model.modules() if not module.training] if model.training else []
+    in_evaluation = [module for module in model.modules() if not module.training] if model.training else []
     model.train()  # needed in training mode too: the user's own train() may freeze layers, as is common with BatchNorm
-    for module in apart:
+    for module in in_evaluation:
         module.training = False

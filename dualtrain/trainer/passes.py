@@ -134,16 +134,16 @@ class Passes:
         with self.optimizer.no_sync(), self.optimizer.reducer.alone():
             yield
 
-    def load(self, more: torch.Tensor | None = None) -> None:
-        """Write this part's scalars (with ``piggyback``), then the numbers in ``more``, into ``optimizer.extra``."""
+    def load(self, numbers: torch.Tensor | None = None) -> None:
+        """Write this part's scalars (with ``piggyback``), then the ``numbers``, into ``optimizer.extra``."""
         if self._piggyback:
             StepScalars.LAYOUT.pack_into(self._extra, 0, *self._scalars.values)
-        if more is not None:
-            self.optimizer.extra[StepScalars.COUNT :] = more
+        if numbers is not None:
+            self.optimizer.extra[StepScalars.COUNT :] = numbers
 
     @property
-    def more(self) -> torch.Tensor:
-        """After :meth:`reduce`: the numbers that :meth:`load` got as ``more``, summed over parts; float64, on the CPU."""
+    def summed_numbers(self) -> torch.Tensor:
+        """After :meth:`reduce`: the ``numbers`` given to :meth:`load`, summed over parts; float64, on the CPU."""
         return self.optimizer.extra[StepScalars.COUNT :]
 
     def reduce(self) -> Step:

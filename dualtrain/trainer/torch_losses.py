@@ -25,7 +25,7 @@ class TorchCrossEntropy:
     def __init__(self, loss: nn.CrossEntropyLoss | nn.NLLLoss, compiled: Callable[..., Any] | None = None) -> None:
         self._loss = loss
         self._compute: Callable[..., Any] = loss if compiled is None else compiled
-        self._other = Adapted(self._compute, self.count)
+        self._without_counts = Adapted(self._compute, self.count)
         self._weighted = loss.weight is not None or loss.ignore_index != IGNORED
         plain = not self._weighted and compiled is None
         self._counting = CrossEntropy(loss.label_smoothing) if isinstance(loss, nn.CrossEntropyLoss) and plain else None
@@ -40,7 +40,7 @@ class TorchCrossEntropy:
         if the loss has ``weight``, or an ``ignore_index`` other than -100.
         """
         if targets.is_floating_point() or outputs.dim() < 2:
-            return self._other(outputs, targets)
+            return self._without_counts(outputs, targets)
         if targets.dtype != torch.int64:  # torch accepts uint8 too, which cannot select class weights
             targets = targets.long()
         if outputs.dim() > 2 and not self._weighted:

@@ -67,7 +67,7 @@ class VirtualRanks:
         _order_norms(model, self.order, backend)
         self._buffers = CommonBuffers(model, shards)
         self._fixed = FixedState(model, loss)
-        self.numbers = self._buffers.count
+        self.number_count = self._buffers.count
         _trainers.setdefault(backend, WeakSet()).add(self)
         if backend.size > shards and backend.rank == 0:
             idle = f"rank {shards} has" if backend.size == shards + 1 else f"ranks {shards} to {backend.size - 1} have"
@@ -103,9 +103,9 @@ class VirtualRanks:
                 if not ends:
                     reducer.add_shard()
             step = passes.reduce()
-            if passes.more[-1]:
+            if passes.summed_numbers[-1]:  # a rank has found a change of fixed state
                 self._fixed.refuse(self._backend)
-            self._buffers.become_mean(passes.more)
+            self._buffers.become_mean(passes.summed_numbers)
         return step
 
     def _of_shards(self, batches: Iterable[T]) -> list[tuple[int, T]]:

@@ -101,8 +101,8 @@ def start_of(output: OutputSection, name: str, settings: Mapping[str, Any], back
     if resume is None:
         start = Start(opened)
     elif resume == AUTO:
-        by = f"--resume {AUTO}" if output.resume == AUTO else f"restart of job {lock.job}"
-        start = _find_start(opened, settings, backend, by, from_file=output.resume not in (None, AUTO))
+        trigger = f"--resume {AUTO}" if output.resume == AUTO else f"restart of job {lock.job}"
+        start = _find_start(opened, settings, backend, trigger, from_file=output.resume not in (None, AUTO))
     else:
         start = Start(opened, on_rank_zero(backend, "checkpoint", lambda: read_checkpoint(opened, settings)))
     return replace(start, settings=settings_hash(settings))
@@ -121,14 +121,16 @@ def _enter(
     return folder, resume
 
 
-def _find_start(output: OutputSection, settings: Mapping[str, Any], backend: Backend, by: str, *, from_file: bool) -> Start:
+def _find_start(
+    output: OutputSection, settings: Mapping[str, Any], backend: Backend, trigger: str, *, from_file: bool
+) -> Start:
     """Find the summary of an ended run, or the newest good checkpoint that any rank sees; print what was found. Collective.
 
     Args:
         output: names the run's folder.
         settings: all settings of this run by name.
         backend: communicates with the other ranks.
-        by: the beginning of the line that is printed.
+        trigger: the flag or the restart that causes the search; the printed line begins with it.
         from_file: whether ``--resume FILE`` is given; the run then did not begin at step 0.
 
     Raises:
@@ -147,7 +149,9 @@ def _find_start(output: OutputSection, settings: Mapping[str, Any], backend: Bac
     if summary is not None:
         seen_by = f" (rank {rank} of {backend.size} has the summary)" if rank else ""
         _print_start(
-            backend, by, f"the run in {folder} has ended after step {summary['steps']}{seen_by}: nothing is left to train"
+            backend,
+            trigger,
+            f"the run in {folder} has ended after step {summary['steps']}{seen_by}: nothing is left to train",
         )
         if backend.rank == 0:
             show_progress(done_line(summary, folder))
@@ -156,7 +160,7 @@ def _find_start(output: OutputSection, settings: Mapping[str, Any], backend: Bac
     needed = "a run that did not begin at step 0" if from_file else ""
     if any(one["result"] for one in seen):
         needed = "the summary of a run"
-    return Start(output, *_newest(folder, files, settings, backend, by, needed))
+    return Start(output, *_newest(folder, files, settings, backend, trigger, needed))
 
 
 def _look(folder: Path, settings: Mapping[str, Any], size: int) -> dict[str, Any]:
@@ -208,7 +212,7 @@ def _warn_of_missing_folders(folder: Path, exists: Sequence[bool], rank: int) ->
 
 
 def _newest(
-    folder: Path, files: Sequence[_File], settings: Mapping[str, Any], backend: Backend, by: str, needed: str
+    folder: Path, files: Sequence[_File], settings: Mapping[str, Any], backend: Backend, trigger: str, needed: str
 ) -> tuple[dict[str, Any] | None, dict[str, dict[str, Any]]]:
     """Return the newest good checkpoint, and the checkpoints to be copied into rank 0's folder. Collective.
 
@@ -241,7 +245,7 @@ def _newest(
         sender = f", sent by rank {file.rank} of {backend.size}" if sent else ""
         path = folder / "checkpoints" / file.name
         what = f"resuming from step {file.step}, since {path} is the newest good checkpoint{sender}"
-        _print_start(backend, by, what, problems)
+        _print_start(backend, trigger, what, problems)
         return saved, _copies(folder, file, saved, backend) if sent else {}
     if needed:
         raise UserError(
@@ -249,7 +253,7 @@ def _newest(
             shared=True,
         )
     found = "no good checkpoint" if problems else "no checkpoint"
-    _print_start(backend, by, f"beginning at step 0, since {folder} holds {found}", problems)
+    _print_start(backend, trigger, f"beginning at step 0, since {folder} holds {found}", problems)
     return None, {}
 
 
@@ -293,9 +297,9 @@ def _copies(folder: Path, file: _File, saved: dict[str, Any], backend: Backend) 
     return copies
 
 
-def _print_start(backend: Backend, by: str, what: str, problems: Sequence[str] = ()) -> None:
+def _print_start(backend: Backend, trigger: str, what: str, problems: Sequence[str] = ()) -> None:
     """Print where the run starts, and a warning for each checkpoint that was skipped. On rank 0 alone."""
     if backend.rank == 0:
-        show_progress(f"{by}: {what}")
+        show_progress(f"{trigger}: {what}")
         for problem in problems:
             log.warning("skipped: %s", problem)
