@@ -251,12 +251,13 @@ def _replace_layers(
 
 
 def synchronize_norms(model: nn.Module, backend: Backend) -> None:
-    """Replace torch's BatchNorm layers in ``model`` by layers over the samples of all ranks, in place. Collective; blocks.
+    """Make torch's BatchNorm layers in ``model`` use the statistics of all ranks' samples. Collective; blocks.
 
-    The new layers have the parameters and buffers of the old ones, so an optimizer of the model stays valid. In training,
-    their forward and backward are collective: every rank must run them. ``FrozenNorm`` layers are not changed. Layers of
-    subclasses of torch's classes are not changed either; rank 0 logs the names of those that are in training mode.
-    ``torch.save`` and ``pickle`` write the new layers as torch's BatchNorm layers.
+    Each layer is replaced by a new one, in place. The new layers have the parameters and buffers of the old ones, so an
+    optimizer of the model stays valid. In training, their forward and backward are collective: every rank must run them.
+    ``FrozenNorm`` layers (``models/freezing.py``) are not changed. Layers of subclasses of torch's classes are not changed
+    either; rank 0 logs the names of those that are in training mode. ``torch.save`` and ``pickle`` write the new layers as
+    torch's BatchNorm layers.
 
     Raises:
         ValueError: ``model`` itself is one of torch's BatchNorm layers.

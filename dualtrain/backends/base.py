@@ -254,7 +254,8 @@ class Primitives(Waits, ABC):
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """Gather every rank's ``numbers`` (a few 64-bit integers, equally many on every rank), in rank order. Blocks.
 
-        Uses connections or a name of its own, so that no library matches it with another rank's sum of gradients.
+        Uses separate connections or a separate operation name, so that no library matches an exchange with another rank's
+        sum of gradients.
         """
 
     @property

@@ -49,7 +49,8 @@ class CallChannel:
         for one in self._sockets:
             if hasattr(socket, "TCP_USER_TIMEOUT"):
                 # If a message is longer than the system's buffers, its sender waits until the other rank makes its call.
-                # The system must not take this wait for a broken connection; ``watch.py`` detects a host that is cut off.
+                # The system must not mistake this wait for a broken connection. ``watch.py`` detects a host that is cut
+                # off.
                 one.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
 
     def limit(self, seconds: float) -> None:

@@ -73,11 +73,11 @@ class Calls(Primitives):
 
     @property
     def is_own_process(self) -> bool:
-        """Return whether this process has made the backend, and was not forked from the process that has."""
+        """Return whether this process has made the backend; False in a process that was forked from it later."""
         return self._forks == _forks
 
     def check_process(self) -> None:
-        """Check that this process is the rank's own: the other ranks would take data of a forked child for the rank's.
+        """Check that this process is the rank itself, and not a forked child, whose data would be mistaken for the rank's.
 
         Raises:
             BackendError: this process was forked from the rank, and the backend has several ranks.

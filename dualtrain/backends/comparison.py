@@ -25,7 +25,7 @@ def compare(backend: Backend, what: str, read: Callable[[], Mapping[str, object]
 
     Args:
         backend: the ranks to compare.
-        what: noun for error messages, the same on every rank: ``"settings"``.
+        what: noun for error messages, such as ``"settings"``; the same on every rank.
         read: returns this rank's values by name; they are compared by their ``repr``.
 
     Raises:
@@ -87,7 +87,7 @@ def agree_on_list(
 
     Args:
         backend: the ranks.
-        what: noun for error messages, the same on every rank: ``"parameters"``.
+        what: noun for error messages, such as ``"parameters"``; the same on every rank.
         mine: this rank's descriptions.
         kind: the kind of call, for the error about ranks that make different calls.
         cure: the end of the message if the lists differ.

@@ -1,7 +1,7 @@
 """Arithmetic that does not depend on ``torch.set_flush_denormal``.
 
 That function makes the processor replace subnormal numbers by zero in the calling thread. Some results are computed on
-every rank from the same values. If only some ranks had called the function, their results would differ from the others'.
+every rank from the same values. If only some ranks had called the function, the results would differ between ranks.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ class Watch:
     Attributes:
         failure: the first known failure; if it is quiet, the first failure that is not quiet replaces it.
         left: the quiet failure of each rank that has left the job normally.
-        on_peer_failure: a function of the program, or ``None``. It is called as by :meth:`add_callback`, also if
-            it is set again after a failure.
+        on_peer_failure: a function of the program, or ``None``. Setting a function calls :meth:`add_callback`. So a
+            function that is set after a failure is called at once, even if it was called before.
         waiting: for each rank, the operations for which it has reported a long wait that has not ended, or a failed wait.
             Rank 0 also sends each report back to its sender. So a rank other than 0 finds its own wait here, as long as
             rank 0's process does not hang.
@@ -90,10 +90,11 @@ class Watch:
         return self.failure is not None and not self.failure.quiet
 
     def add_callback(self, function: Callable[[PeerFailure], None]) -> None:
-        """Let ``function`` be called once, with the first failure that is not quiet.
+        """Call ``function`` once, with the first failure that is not quiet.
 
-        If this failure is known already, call ``function`` now, in this thread. Otherwise, the watch's thread calls it: the
-        function that was added last is called first, and an error that a function raises is logged.
+        If this failure is known already, call ``function`` now, in this thread. Otherwise, the watch's thread calls it when
+        the failure is known. The watch's thread calls all functions in the reverse order of their addition, and logs their
+        errors.
         """
         with self._recording:
             self._callbacks.append(function)
@@ -108,7 +109,7 @@ class Watch:
 
     @property
     def on_peer_failure(self) -> Callable[[PeerFailure], None] | None:
-        """The program's own function, see the class."""
+        """The program's own function. See the class."""
         return self._on_peer_failure
 
     @on_peer_failure.setter
@@ -224,9 +225,10 @@ class Watch:
         selector: selectors.BaseSelector,
         reported: set[int],
     ) -> None:
-        """Handle the messages that ``read`` returns. If it fails, or a message is malformed, close the connection.
+        """Handle the messages that ``read`` returns.
 
-        Then also report that the peer has failed, unless the peer or this rank has already reported its own end.
+        If ``read`` raises an error, or a message is malformed, close the connection. Then also report that the peer has
+        failed, unless the peer or this rank has already reported its own end.
         """
         try:
             self._handle(read(), reported)

@@ -37,7 +37,7 @@ class Region:
         self._plans: dict[tuple[torch.dtype, int, int, SumOrder | None], Plan] = {}
 
     def part(self, begin: int, end: int) -> Region:
-        """Return bytes ``begin`` to ``end`` of every buffer as a region of its own."""
+        """Return bytes ``begin`` to ``end`` of every buffer as a new region."""
         return Region([slot[begin:end] for slot in self.slots], self._rank)
 
     def replace(self, rank: int, slot: torch.Tensor) -> None:
