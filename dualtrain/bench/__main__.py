@@ -165,7 +165,7 @@ def _missing(names: Sequence[str], spec: LaunchSpec) -> dict[str, str]:
             found[name] = reason
         elif spec.prefix and entry.ranks is not None:
             found[name] = f"its number of ranks is {entry.ranks}, but --launch sets the number for all contenders"
-        elif spec.prefix and entry.starter != "ranks" and (reason := _not_started(spec.prefix, entry.starter)):
+        elif spec.prefix and entry.starter != "ranks" and (reason := _why_not_started(spec.prefix, entry.starter)):
             found[name] = f"{reason}: give --launch '{entry.starter} …'"
     return found
 
@@ -180,8 +180,8 @@ def _fallbacks(spec: LaunchSpec, jobs: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _not_started(prefix: Sequence[str], starter: str) -> str:
-    """Return why the command ``prefix`` may not start Horovod with the controller that ``starter`` names; else ""."""
+def _why_not_started(prefix: Sequence[str], starter: str) -> str:
+    """Return why ``prefix`` might not start Horovod with the controller that ``starter`` names; "" if it will."""
     program, flag = Path(prefix[0]).name, starter.split()[1]
     if program == "horovodrun":
         # Without a flag, horovodrun chooses: MPI if Horovod was built with MPI, otherwise Gloo.

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 
 from dualtrain.bench.plan import steps_of
 
-_LEAST = 0.125
+_LEAST_FRACTION = 0.125
 _USED = 0.97  # planned fraction of a round's time; the rest is a margin, because rounds may take longer than predicted
 
 
@@ -28,7 +28,7 @@ class Pace:
     """
 
     def __init__(self, rounds: int, seconds: float, most: float) -> None:
-        self.step_fraction = _LEAST if rounds > 1 else most
+        self.step_fraction = _LEAST_FRACTION if rounds > 1 else most
         self._most = most
         self._left = rounds
         self._ends = time.monotonic() + seconds
@@ -45,8 +45,8 @@ class Pace:
         self._left -= 1
         each = _USED * self.seconds_left / max(1, self._left)
         self.step_fraction = self._most
-        while self.step_fraction > _LEAST and self._seconds(names, self.step_fraction) > each:
-            self.step_fraction = max(_LEAST, 0.98 * self.step_fraction)
+        while self.step_fraction > _LEAST_FRACTION and self._seconds(names, self.step_fraction) > each:
+            self.step_fraction = max(_LEAST_FRACTION, 0.98 * self.step_fraction)
 
     def fits(self, names: Collection[str]) -> bool:
         """Return whether these contenders would end in time at the speed of their last round."""

@@ -119,8 +119,8 @@ def _weights(job: str, comparison: Comparison, results: Results) -> str:
         # Contenders in the same processes run more steps than a raw script, so their weights differ from its weights.
         raw = {} if pair & set(RAW) or comparison.together else _hashes(job, RAW, results, number)
         rounds.append({**dict(list(raw.items())[:1]), **own})
-    both = len(pair) > 1 and comparison.together != ""
-    if not any((both or found.keys() & set(RAW)) and pair <= found.keys() for found in rounds):
+    side_by_side = len(pair) > 1 and comparison.together != ""
+    if not any((side_by_side or found.keys() & set(RAW)) and pair <= found.keys() for found in rounds):
         return NONE
     return SAME if all(len(set(found.values())) <= 1 for found in rounds) else OTHER
 
