@@ -20,7 +20,7 @@ import torch
 
 from dualtrain.backends import Backend, ReduceOp
 from dualtrain.backends.compilation import not_compiled
-from dualtrain.backends.wire import dense
+from dualtrain.backends.wire import checked_dense
 from dualtrain.errors import UserError
 
 __all__ = ["allgather", "allreduce", "alltoall", "broadcast", "reducescatter"]
@@ -144,7 +144,7 @@ def _linear(kind: str, op: ReduceOp | str, backend: Backend) -> ReduceOp:
 def _checked(kind: str, tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
     _check_allowed()
     try:
-        return dense(tensor)
+        return checked_dense(tensor)
     except (TypeError, ValueError) as problem:  # the other ranks wait for this rank's call
         backend.refuse(kind, kind, problem)
 

@@ -14,7 +14,7 @@ from dualtrain.backends import Backend
 from dualtrain.backends.collectives import check_backend
 from dualtrain.backends.comparison import agree_on_list
 from dualtrain.backends.inference import ordinary
-from dualtrain.backends.wire import as_bytes, dense, from_bytes, shares_elements
+from dualtrain.backends.wire import as_bytes, checked_dense, from_bytes, shares_elements
 
 _CHUNK_BYTES = 25 << 20
 
@@ -138,7 +138,7 @@ def _common_buffers(model: torch.nn.Module, backend: Backend) -> list[tuple[str,
     """
     try:
         found = sorted(local_buffers(model), key=itemgetter(0))
-        described = [f"{name} {tuple(dense(buffer).shape)}" for name, buffer in found]
+        described = [f"{name} {tuple(checked_dense(buffer).shape)}" for name, buffer in found]
     except Exception as problem:  # of any type, since the model is the user's
         backend.refuse("average_buffers", "buffers", problem)
     cure = "build the same model on every rank; a rank makes the buffers that forward creates only if it has had a batch"
@@ -250,7 +250,7 @@ def _named(params: Params) -> list[tuple[str, Any]]:
 
 def _described(name: str, tensor: torch.Tensor) -> str:
     try:
-        dense(tensor)
+        checked_dense(tensor)
     except ValueError as problem:
         raise ValueError(f"{name!r} cannot be broadcast: {problem}") from None
     device = "" if tensor.is_cpu else f", {tensor.device.type}"

@@ -52,10 +52,13 @@ class Call:
     problem: str = ""  # why this rank cannot make the call; empty if it can
 
     @classmethod
-    def on(cls, kind: str, tensor: torch.Tensor, name: str | None, *, free: bool = False, root: int | None = None) -> Call:
-        """Return the call ``kind`` on ``tensor``; with ``free``, the ranks may differ in the first dimension."""
+    def on(
+        cls, kind: str, tensor: torch.Tensor, name: str | None, *, rows_may_differ: bool = False, root: int | None = None
+    ) -> Call:
+        """Return the call ``kind`` on ``tensor``; with ``rows_may_differ``, the ranks may differ in the first dimension."""
         device = "cpu" if tensor.is_cpu else tensor.device.type
-        return cls._of(kind, name, tensor.dtype, (None, *tensor.shape[1:]) if free else tensor.shape, root, device)
+        shape = (None, *tensor.shape[1:]) if rows_may_differ else tensor.shape
+        return cls._of(kind, name, tensor.dtype, shape, root, device)
 
     @classmethod
     @lru_cache(maxsize=1024)  # a program repeats the same few calls

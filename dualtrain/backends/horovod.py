@@ -133,7 +133,7 @@ class _HorovodWork(Work[None]):
         self._handle = handle
         self._what = what
         self._output = output  # receives the result of operations that make a new tensor
-        self._reading = self._ended = False
+        self._synchronizing = self._ended = False
         self._yields_until, self._pause = 0.0, 1e-5  # kept between calls of ``_poll``, each of which may last only 0.5 ms
 
     def wait(self) -> None:
@@ -143,7 +143,7 @@ class _HorovodWork(Work[None]):
     def _poll(self, seconds: float) -> bool:
         # Horovod's synchronize spins without a bound. Yield for a moment instead, then poll less often. A thread that
         # sleeps immediately would miss Horovod's next cycle, and would lose the core on a busy host.
-        if self._reading:
+        if self._synchronizing:
             raise BackendError(f"{self._what} has failed, or was interrupted: restart the ranks")
         poll = self._backend.library.poll
         began = time.monotonic()
@@ -157,7 +157,7 @@ class _HorovodWork(Work[None]):
                 continue
             time.sleep(self._pause)
             self._pause = min(self._pause + 1e-5, 5e-4)
-        self._reading = True
+        self._synchronizing = True
         try:
             result = self._backend.library.synchronize(self._handle)
         except Exception as error:
@@ -172,7 +172,7 @@ class _HorovodWork(Work[None]):
 
     def done(self) -> bool:
         # ``synchronize`` releases the handle even if it fails, and ``poll`` raises an error for a released handle.
-        return self._reading or bool(self._backend.library.poll(self._handle))
+        return self._synchronizing or bool(self._backend.library.poll(self._handle))
 
 
 class HorovodBackend(Backend):
@@ -312,7 +312,7 @@ class HorovodBackend(Backend):
         if self._launched or self.library.mpi_enabled():
             return self.library.add_process_set(ranks)
         where = listening_address(self.world), self.rank == 0
-        with http_store(*where, share=self.broadcast_object, joined=self.barrier):
+        with http_store(*where, share=self.broadcast_object, wait_for_all=self.barrier):
             return self.library.add_process_set(ranks)
 
     def disconnect(self) -> None:

@@ -23,8 +23,9 @@ from dualtrain.rendezvous.placement import SAME_BACKEND
 #: Function that makes the job's store and finds out where each rank runs. Its arguments are the world, the timeout, the
 #: backend's name, and the reason why this host cannot be used together with other hosts (``None`` if it can).
 Meet = Callable[[World, float, str, str | None], tuple[KeyValueStore, World]]
-#: Gloo's timeout in Horovod is this much longer than the backend's: Gloo's error names no rank, the backend's does.
-_GLOO_SECONDS_MORE = 3
+#: Gloo's timeout in Horovod is this much longer than the backend's timeout, so that the backend raises first: unlike Gloo's
+#: error, its error names a rank.
+_GLOO_EXTRA_SECONDS = 3
 _ADDRESS_KEY = "horovod"  # key in the job's store; its value is the address of the store that Horovod itself uses
 
 
@@ -53,7 +54,7 @@ def initialise(
     """
     if not world.launcher.startswith("mpi"):
         _check_name()
-    limits = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(timeout)) + _GLOO_SECONDS_MORE)}
+    limits = {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(max(1, round(timeout)) + _GLOO_EXTRA_SECONDS)}
     defaults = _defaults(world, groups) | (limits if launched else {})
     with variables({name: os.environ.get(name, value) for name, value in defaults.items()}):
         if launched:
@@ -108,7 +109,7 @@ def _initialise_by_store(start: Callable[[], None], world: World, timeout: float
                 f"rank 0 did not send the address of Horovod's store within {timeout:g} s: see rank 0's own message"
             ) from error
 
-    def joined() -> None:
+    def wait_for_all() -> None:
         if int(store.add("joined", 1)) == world.size:
             store.set("all joined", "1")
         try:
@@ -120,7 +121,7 @@ def _initialise_by_store(start: Callable[[], None], world: World, timeout: float
 
     with (
         variables(description(world)),
-        http_store(listening_address(world), world.rank == 0, share, joined) as server_address,
+        http_store(listening_address(world), world.rank == 0, share, wait_for_all) as server_address,
     ):
         start()
     return store, server_address
@@ -157,11 +158,14 @@ def _obstacle() -> str | None:
 
 
 @contextmanager
-def http_store(host: str, serving: bool, share: Callable[[str | None], str], joined: Callable[[], None]) -> Iterator[str]:
+def http_store(
+    host: str, serving: bool, share: Callable[[str | None], str], wait_for_all: Callable[[], None]
+) -> Iterator[str]:
     """Serve Horovod's key-value store on one rank; on all ranks, set the variables with its address, and yield the address.
 
-    ``share`` sends the server's address from the serving rank to the others; ``joined`` blocks until all ranks have used
-    the server. Each start of Horovod and each new process set needs a new server: a used server still has earlier keys.
+    ``share`` sends the server's address from the serving rank to the others; ``wait_for_all`` blocks until all ranks have
+    used the server. Each start of Horovod and each new process set needs a new server: a used server still has earlier
+    keys.
     """
     server = HttpStore(host) if serving else None
     try:
@@ -169,7 +173,7 @@ def http_store(host: str, serving: bool, share: Callable[[str | None], str], joi
         prefix, port = server_address.split()
         with variables({"HOROVOD_GLOO_RENDEZVOUS_ADDR": prefix, "HOROVOD_GLOO_RENDEZVOUS_PORT": port}):
             yield server_address
-        joined()
+        wait_for_all()
     finally:
         if server is not None:
             server.close()

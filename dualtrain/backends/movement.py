@@ -128,7 +128,7 @@ class Movement(Calls):
 
     @torch.no_grad()
     def _broadcast_(self, tensor: torch.Tensor, root: int, name: str | None) -> torch.Tensor:
-        tensor = wire.writable(tensor)
+        tensor = wire.checked_writable(tensor)
         root = self._checked_root(root)
         data = wire.as_bytes(tensor)
         broadcast = Broadcast(root, data if self.rank == root else None)
@@ -144,10 +144,10 @@ class Movement(Calls):
 
     @torch.no_grad()
     def _allgather(self, tensor: torch.Tensor, name: str | None) -> torch.Tensor:
-        tensor = wire.dense(tensor).detach()
+        tensor = wire.checked_dense(tensor).detach()
         tensor = tensor.reshape(1) if tensor.dim() == 0 else tensor
         gather = Gather(wire.as_bytes(tensor), tensor.shape[1:].numel() * tensor.element_size())
-        rows = agree(self, Call.on("allgather", tensor, name, free=True), tensor.shape[0], gather)
+        rows = agree(self, Call.on("allgather", tensor, name, rows_may_differ=True), tensor.shape[0], gather)
         if gather.result is not None:
             return wire.from_bytes(gather.result.clone(), tensor.dtype, (sum(rows), *tensor.shape[1:]))
         return self.gather_rows(tensor, rows, name or "allgather")
@@ -180,8 +180,8 @@ class Movement(Calls):
     def _alltoall(
         self, tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None, name: str | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        sent = rows_to_send(wire.dense(tensor), splits, self.size)
-        agree(self, Call.on("alltoall", tensor, name, free=True))
+        sent = rows_to_send(wire.checked_dense(tensor), splits, self.size)
+        agree(self, Call.on("alltoall", tensor, name, rows_may_differ=True))
         received = [theirs[self.rank] for theirs in self.compare_numbers(sent)]
         rows = self.alltoall_rows(tensor.detach(), sent, received, name or "alltoall")
         return rows, torch.tensor(received, dtype=torch.int32, device="cpu")
@@ -201,4 +201,4 @@ class Movement(Calls):
 
 
 def _contiguous_copy(tensor: torch.Tensor) -> torch.Tensor:
-    return wire.dense(tensor).detach().clone(memory_format=torch.contiguous_format)
+    return wire.checked_dense(tensor).detach().clone(memory_format=torch.contiguous_format)

@@ -86,12 +86,12 @@ class Reductions(Movement):
     # -- implementation -------------------------------------------------------------------------------------------
 
     def _allreduce(self, tensor: torch.Tensor, op: ReduceOp | str, name: str | None) -> torch.Tensor:
-        tensor = wire.dense(tensor)
+        tensor = wire.checked_dense(tensor)
         detached = tensor.detach() if tensor.requires_grad else tensor
         return wire.unpack(self._reduce_wire(detached, ReduceOp.of(op), name, in_place=False), detached)
 
     def _allreduce_(self, tensor: torch.Tensor, op: ReduceOp | str, name: str | None) -> torch.Tensor:
-        detached = ordinary(wire.writable(tensor).detach())
+        detached = ordinary(wire.checked_writable(tensor).detach())
         reduced = self._reduce_wire(detached, ReduceOp.of(op), name, in_place=True)
         if reduced is detached:
             return tensor
@@ -144,7 +144,7 @@ class Reductions(Movement):
         # An all-to-all and a local reduction in rank order work for any operation and dtype, need no padding, and give
         # equal bits on every backend.
         op = ReduceOp.of(op)
-        if wire.dense(tensor).dim() == 0:
+        if wire.checked_dense(tensor).dim() == 0:
             raise ValueError("a tensor without a dimension has no rows to scatter: reshape it to (1,)")
         primitive = wire.wire_op(tensor.dtype, op)
         agree(self, Call.on(f"reducescatter ({op.value})", tensor, name))

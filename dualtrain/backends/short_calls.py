@@ -24,7 +24,7 @@ from dualtrain.backends.ring_order import reduce_in_ring_order
 
 _NUMBERS = 2
 _WORD = 8
-_OWN_BYTES = _WORD * _NUMBERS  # bytes after the header, in the frame of a rank that sends no data
+_NUMBERS_BYTES = _WORD * _NUMBERS  # bytes after the header, in the frame of a rank that sends no data
 _MOST_VIEWS = 64
 
 
@@ -72,12 +72,12 @@ class CallBuffers:
         self._size = size
         self._stride = 1 + _NUMBERS + most // _WORD  # size of the buffer for a rank's frame, in int64 numbers
         self._end = 1 + _NUMBERS * size  # where the numbers in the reply end
-        # Each memoryview shares its memory with a tensor: Python reads and writes single numbers faster through it. On
-        # rank 0, ``_own`` holds the frames of all ranks, rank 0's own frame first.
-        self._own, gathered = _shared(self._stride * (size if rank == 0 else 1))
+        # Each memoryview shares its memory with a tensor: Python reads and writes single numbers faster through the
+        # memoryview. On rank 0, ``_frames`` holds the frames of all ranks, rank 0's own frame first.
+        self._frames, gathered = _shared(self._stride * (size if rank == 0 else 1))
         self._answer, self._reply = _shared(self._end + most // _WORD)
         self._gathered = gathered.view(-1, self._stride)
-        memory, end = self._own.cast("B"), self._stride * _WORD
+        memory, end = self._frames.cast("B"), self._stride * _WORD
         self._frame = memory[:end]
         self.rows = [memory[begin : begin + end] for begin in range(end, len(memory), end)]
         self.reply = self._answer.cast("B")
@@ -89,32 +89,32 @@ class CallBuffers:
 
     def message(self, numbers: Sequence[int], data: Short | None) -> memoryview:
         """Write this rank's frame, and return it."""
-        length, own = _OWN_BYTES, _own_values(data)
+        length, own = _NUMBERS_BYTES, _own_values(data)
         if own is not None:
             self._views_of(own).mine.copy_(own)
             length += own.nbytes
-        self._own[0] = length
-        self._own[1], self._own[2] = numbers
+        self._frames[0] = length
+        self._frames[1], self._frames[2] = numbers
         return self._frame[: HEADER + length]
 
     def answer(self, data: Short | None) -> memoryview:
         """Write rank 0's reply, from the frames of all ranks, and return it."""
         self._numbers_out.view(self._size, _NUMBERS).copy_(self._numbers_in)
-        length = _OWN_BYTES * self._size
+        length = _NUMBERS_BYTES * self._size
         if data is not None and self._agreed():
-            lengths = [number - _OWN_BYTES for number in self._own[:: self._stride]]
+            lengths = [number - _NUMBERS_BYTES for number in self._frames[:: self._stride]]
             if isinstance(data, Reduction):
                 length += self._reduce(data, lengths)
             elif isinstance(data, Broadcast):
                 length += self._concatenate({data.root: lengths[data.root]})
-            elif lengths == [rows * data.unit for rows in self._own[2 :: self._stride]]:
+            elif lengths == [rows * data.unit for rows in self._frames[2 :: self._stride]]:
                 length += self._concatenate(dict(enumerate(lengths)))
         self._answer[0] = length
         return self.reply[: HEADER + length]
 
     def read(self, data: Short | None) -> list[list[int]]:
         """Return all ranks' numbers from the reply, and set the result of ``data`` if the reply has one."""
-        length = self._answer[0] - _OWN_BYTES * self._size
+        length = self._answer[0] - _NUMBERS_BYTES * self._size
         if data is not None and length > 0:
             if isinstance(data, Reduction):
                 data.result = self._views_of(data.tensor).result

@@ -37,7 +37,7 @@ _PAIR = getattr(torch, "float4_e2m1fn_x2", None)  # two float4 numbers per eleme
 _LOGICAL = {ReduceOp.SUM: ReduceOp.MAX, ReduceOp.PRODUCT: ReduceOp.MIN}
 
 
-def dense(tensor: torch.Tensor) -> torch.Tensor:
+def checked_dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` if its elements can be sent.
 
     Raises:
@@ -56,14 +56,14 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def writable(tensor: torch.Tensor) -> torch.Tensor:
+def checked_writable(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` if its elements can be sent, and overwritten with a result.
 
     Raises:
-        TypeError, ValueError: as :func:`dense`.
+        TypeError, ValueError: as :func:`checked_dense`.
         ValueError: elements of ``tensor`` share memory.
     """
-    if not dense(tensor).is_contiguous() and shares_elements(tensor):
+    if not checked_dense(tensor).is_contiguous() and shares_elements(tensor):
         raise ValueError("elements of the tensor share memory, as after expand(), and cannot be written: pass a clone()")
     return tensor
 

@@ -447,7 +447,7 @@ def sum_beside_a_call_of_a_channel(backend, of_sum, of_call):
         work.wait()
     assert tensor.unique().tolist() == [backend.size]
     backend.close()
-    assert backend._beside == []
+    assert backend._sum_memories == []
 
 
 @pytest.mark.parametrize(("of_sum", "of_call"), [(0, 1), (1, 0), (0, 2), (2, 0), (0, 3), (1, 3)])
@@ -481,17 +481,18 @@ def test_ranks_may_wait_for_the_sums_of_two_channels_in_different_orders(hosts):
 
 def test_channels_may_be_closed_in_several_threads():
     """Close channels of one backend in several threads at once, without their memory."""
-    beside = []
+    sum_memories = []
 
     def close_in_turn(_):
         for _ in range(2000):
-            channel = SimpleNamespace(_beside=beside, sums=ExitStack(), calls=ExitStack())  # with a method close
-            beside.append(channel.sums)
+            # An ExitStack stands for a memory, since it has a method ``close``.
+            channel = SimpleNamespace(_sum_memories=sum_memories, sums=ExitStack(), calls=ExitStack())
+            sum_memories.append(channel.sums)
             SharedMemoryBackend.release(channel)
 
     with switch_interval(1e-6), ThreadPoolExecutor(4) as threads:
         list(threads.map(close_in_turn, range(4)))
-    assert beside == []
+    assert sum_memories == []
 
 
 def test_a_channel_over_horovod_may_have_several_hosts(pool):

@@ -112,8 +112,8 @@ class SharedMemoryBackend(DelegatingBackend):
 
     Args:
         inner: a connected backend that can send CPU tensors.
-        beside: memories of gradient sums of other backends, which progress while this backend waits. This backend adds its
-            own memory to the list, and removes it in :meth:`close`.
+        sum_memories: for other backends of this process, the memory of their gradient sums. These sums progress while this
+            backend waits. This backend adds its own memory to the list, and removes it in :meth:`close`.
         reserved: sizes in bytes of all buffers that :meth:`new_buffer` will make. If sizes are given, that method does not
             block, and the ranks may call it at different times. If not, it is collective and maps memory at each call.
 
@@ -126,7 +126,9 @@ class SharedMemoryBackend(DelegatingBackend):
     transport = "shm"
     scales_sums = True
 
-    def __init__(self, inner: Backend, beside: list[SharedMemory] | None = None, reserved: Sequence[int] = ()) -> None:
+    def __init__(
+        self, inner: Backend, sum_memories: list[SharedMemory] | None = None, reserved: Sequence[int] = ()
+    ) -> None:
         super().__init__(inner)
         several = len(set(inner.hosts)) > 1
         if len(set(Counter(inner.hosts).values())) > 1:
@@ -135,7 +137,7 @@ class SharedMemoryBackend(DelegatingBackend):
         across = inner.between_hosts() if several else None
         # Operations in one memory are matched by their order. The order of gradient sums relative to other calls may differ
         # between ranks, so each kind has its own memory.
-        self._beside = [] if beside is None else beside
+        self._sum_memories = [] if sum_memories is None else sum_memories
         self.sums = SharedMemory(inner, None if across is None else across.gradient_path, self._memories)
         self.calls = SharedMemory(inner, across, self._memories)
         if reserved:
@@ -145,7 +147,7 @@ class SharedMemoryBackend(DelegatingBackend):
         if across is not None:
             across.meanwhile = self._progress
         self._copies = False  # whether a gradient buffer could not be put into shared memory
-        self._beside.append(self.sums)
+        self._sum_memories.append(self.sums)
 
     def start_allreduce(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
         if tensor.device.type != "cpu":
@@ -197,7 +199,7 @@ class SharedMemoryBackend(DelegatingBackend):
     def channel(self) -> Backend:
         library = super().channel()
         try:
-            shared = SharedMemoryBackend(library, self._beside)
+            shared = SharedMemoryBackend(library, self._sum_memories)
         except UnsharedError:
             return library
         self.close_with(shared)
@@ -205,12 +207,12 @@ class SharedMemoryBackend(DelegatingBackend):
 
     def _memories(self) -> tuple[SharedMemory, ...]:
         """Return the memories whose operations progress while this rank waits."""
-        return (self.calls, *self._beside)
+        return (self.calls, *self._sum_memories)
 
     def _progress(self) -> int:
         return sum(memory.progress() for memory in self._memories())
 
     def release(self) -> None:
-        self._beside.remove(self.sums)  # in one step: another thread may add a memory
+        self._sum_memories.remove(self.sums)  # in one step: another thread may add a memory
         self.sums.close()
         self.calls.close()

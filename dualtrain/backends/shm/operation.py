@@ -17,7 +17,7 @@ STAGE_BYTES = 1 << 20  # size of the buffer through which tensors outside shared
 TAG_BYTES = 64  # size of the tag of one operation
 
 #: Function that returns whether a condition is met. Its argument says whether to block until the condition is met.
-Need = Callable[[bool], bool]
+Condition = Callable[[bool], bool]
 
 
 class Memory(Protocol):
@@ -41,10 +41,10 @@ class Memory(Protocol):
     def post_ready(self, work: Reduction) -> None:
         """Post that this rank's values for ``work`` are in its buffer."""
 
-    def reduce_shard(self, plan: Plan, work: Reduction) -> Iterator[Need]:
+    def reduce_shard(self, plan: Plan, work: Reduction) -> Iterator[Condition]:
         """Reduce this rank's shard; yield the conditions to wait for."""
 
-    def reduce_short(self, work: Reduction) -> Iterator[Need]:
+    def reduce_short(self, work: Reduction) -> Iterator[Condition]:
         """Reduce a short tensor; yield the conditions to wait for."""
 
 
@@ -75,8 +75,8 @@ class Reduction(Work[None]):
         #: Description of the operation for messages, and its tag.
         self.what, self.tag = _description(op, name, tensor.dtype, tensor.numel(), region is None)
         self.ended = False
-        self._steps: Iterator[Need] = self._run()
-        self._need: Need | None = None
+        self._steps: Iterator[Condition] = self._run()
+        self._condition: Condition | None = None
 
     def wait(self) -> None:
         if not self.ended:
@@ -92,14 +92,14 @@ class Reduction(Work[None]):
 
         Return whether the operation has ended.
         """
-        while self._need is None or self._need(block):
-            self._need = next(self._steps, None)
-            if self._need is None:
+        while self._condition is None or self._condition(block):
+            self._condition = next(self._steps, None)
+            if self._condition is None:
                 self.ended = True
                 return True
         return False
 
-    def _run(self) -> Iterator[Need]:
+    def _run(self) -> Iterator[Condition]:
         memory, tensor, dtype = self._memory, self.tensor, self.tensor.dtype
         if self.short:
             if not self.posted:

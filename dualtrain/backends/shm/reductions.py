@@ -31,7 +31,7 @@ import torch
 from dualtrain.backends.base import CLOSED, COMPARING, GradientPath, Primitives, ReduceOp, Work
 from dualtrain.backends.host_cores import cores_of_host
 from dualtrain.backends.shm.buffers import Buffers, in_pages
-from dualtrain.backends.shm.operation import STAGE_BYTES, TAG_BYTES, Need, Reduction
+from dualtrain.backends.shm.operation import STAGE_BYTES, TAG_BYTES, Condition, Reduction
 from dualtrain.backends.shm.segment import map_on_host
 from dualtrain.backends.shm.semaphores import Semaphores
 from dualtrain.backends.shm.shards import Plan, Region, Tree
@@ -244,8 +244,8 @@ class SharedMemory:
                 if short:
                     mine[1 : 1 + length] = memoryview(array("l", numbers))
                 self._semaphores.post(_VECTOR)
-                for need in self._posts[_VECTOR]:
-                    need(True)
+                for condition in self._posts[_VECTOR]:
+                    condition(True)
             except Exception as error:
                 self._fail_by(COMPARING, error)
             except BaseException as error:
@@ -294,7 +294,7 @@ class SharedMemory:
         self._posted_ready += 1
         self._semaphores.post(_READY)
 
-    def reduce_shard(self, plan: Plan, work: Reduction) -> Iterator[Need]:
+    def reduce_shard(self, plan: Plan, work: Reduction) -> Iterator[Condition]:
         """Reduce this rank's shard, from "ready" to "done"; yield the conditions to wait for."""
         yield from self._posts[_READY]
         self._check_tags(work)
@@ -307,7 +307,7 @@ class SharedMemory:
         self._semaphores.post(_DONE)
         yield from self._posts[_DONE]
 
-    def reduce_short(self, work: Reduction) -> Iterator[Need]:
+    def reduce_short(self, work: Reduction) -> Iterator[Condition]:
         """Reduce a short tensor, from "ready" on; yield the conditions to wait for."""
         yield from self._posts[_READY]
         self._check_tags(work)
@@ -343,7 +343,7 @@ class SharedMemory:
             self._sleeping = True
             self._library.await_bounded(what, partial(self._wait_and_progress, kind, other), alone=True)
             self._sleeping = False
-            return self._semaphores.try_wait(kind, other, spin=False)  # ``timed_wait`` has not consumed the post
+            return self._semaphores.try_wait(kind, other, spin=False)  # ``timed_wait`` leaves the post to ``try_wait``
         return False
 
     def _wait_and_progress(self, kind: int, other: int, seconds: float) -> bool:
@@ -393,7 +393,7 @@ class SharedMemory:
         if isinstance(error, PeerFailedError) or (isinstance(error, BackendError) and error.__cause__ is not None):
             self._fail(error)
             raise error
-        # Give the error a cause: ``Waits.abandon`` takes an error without a cause for one that all ranks raise.
+        # Give the error a cause: ``Waits.abandon`` treats an error without a cause as one that all ranks raise.
         failure = BackendError(str(error) if isinstance(error, BackendError) else f"{what} failed: {first_line(error)}")
         self._fail(failure)  # set this first: an interrupt may stop the wait in ``self._library.failure``
         if not isinstance(error, BackendError):
