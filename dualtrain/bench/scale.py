@@ -16,7 +16,7 @@ from dualtrain.bench.forked_ranks import fork_server, run_forked
 from dualtrain.bench.host_facts import host_facts, load, now
 from dualtrain.bench.plan import missing_package
 from dualtrain.bench.result_files import CHART, JSON, PAGE, write_files
-from dualtrain.bench.scale_page import charted, milliseconds_of, page, picture, ratios_of, text
+from dualtrain.bench.scale_page import charted_layouts, milliseconds_of, page, picture, ratios_of, text
 from dualtrain.bench.scale_plan import (
     CONTENDERS,
     JOBS,
@@ -129,5 +129,5 @@ def _files(results: ScaleResults, machine: Mapping[str, str]) -> Iterator[tuple[
     }
     yield JSON, json.dumps(values, indent=1)
     yield PAGE, page(results, machine)
-    if charted(results):
+    if charted_layouts(results):
         yield CHART, picture(results)

@@ -108,7 +108,7 @@ def page(results: ScaleResults, machine: Mapping[str, str]) -> str:
     head, *rows = [[escaped(cell) for cell in row] for row in rows_of(results)]
     parts = [
         "<header><h1>How costs grow with the number of ranks</h1></header>",
-        *([chart(results)] if charted(results) else []),
+        *([chart(results)] if charted_layouts(results) else []),
         *(f'<p class="hint">{escaped(line)}</p>' for line in remarks(results)),
         f"<h2>Times and ratios</h2>\n{table(head, rows, short=True)}",
         f"<h2>Machine</h2>\n{facts(list(machine.items()))}",
@@ -121,7 +121,7 @@ def picture(results: ScaleResults) -> str:
     return svg_file(chart(results))
 
 
-def charted(results: ScaleResults) -> list[Layout]:
+def charted_layouts(results: ScaleResults) -> list[Layout]:
     """Return the layouts of the chart: those without virtual nodes, if any of them was measured."""
     found = [layout for layout in results.layouts if layout.nodes == 1]
     return found if any(layout in found for layout, _ in results.rounds) else []
@@ -132,7 +132,7 @@ def chart(results: ScaleResults) -> str:
 
     Shows the layouts without virtual nodes, at least one of which must have been measured.
     """
-    layouts = charted(results)
+    layouts = charted_layouts(results)
     measured = [name for name in CONTENDERS if any((layout, name) in results.rounds for layout in layouts)]
     parts = []
     for number, name in enumerate(measured):

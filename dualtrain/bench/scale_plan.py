@@ -58,7 +58,7 @@ COMPARED = (("native", RAW), ("shm", RAW), ("hvd", HOROVOD), ("hvd", RAW), (HORO
 
 MOST_ROUNDS = 7
 _START_SECONDS, _RANK_SECONDS = 0.5, 0.7  # estimated time of a start: a constant, and a time per rank on the same core
-_ALIKE = 1.5  # a ratio whose interval contains 1 is shown only if upper end / lower end is less than this
+_NARROW = 1.5  # a ratio whose interval contains 1 is shown only if upper end / lower end is less than this
 
 Times = dict[str, float]  # seconds by name of the measure
 
@@ -94,8 +94,8 @@ class ScaleResults:
 
 
 def is_shown(ratio: Estimate) -> bool:
-    """Return whether a ratio is shown: its interval does not contain 1, or is narrower than ``_ALIKE``."""
-    return not ratio.low < 1 < ratio.high or ratio.high < _ALIKE * ratio.low
+    """Return whether a ratio is shown: its interval does not contain 1, or is narrower than ``_NARROW``."""
+    return not ratio.low < 1 < ratio.high or ratio.high < _NARROW * ratio.low
 
 
 def layouts_of(text: str | None) -> tuple[Layout, ...]:

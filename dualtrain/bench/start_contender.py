@@ -93,8 +93,8 @@ def run_program(program: Sequence[str], starter: str, spec: LaunchSpec, meet: bo
     if starter not in ("ranks", GLOO):
         command, *flags = starter.split()
         return _run_commands([([_program_path(command), *flags, "-np", str(spec.ranks), *program], {})], spec)
-    with rank_environments(starter, spec) as ranks:
-        return _run_commands([(program, one) for one in ranks], spec)
+    with rank_environments(starter, spec) as environments:
+        return _run_commands([(program, environment) for environment in environments], spec)
 
 
 @contextmanager
@@ -118,7 +118,7 @@ def rank_environments(starter: str, spec: LaunchSpec) -> Iterator[list[dict[str,
     from dualtrain.rendezvous.http_store import HttpStore
 
     listen = partial(HttpStore, address)
-    with closing(spec.nodes[0].listen(listen) if spec.nodes else listen()) as store:
+    with closing(spec.nodes[0].call_on_network(listen) if spec.nodes else listen()) as store:
         shared = {"NCCL_SOCKET_IFNAME": INTERFACE if spec.nodes else loopback()}
         shared |= {"HOROVOD_GLOO_RENDEZVOUS_ADDR": store.url_prefix, "HOROVOD_GLOO_RENDEZVOUS_PORT": store.port}
         shared |= {"HOROVOD_GLOO_IFACE": INTERFACE} if spec.nodes else {}
@@ -224,7 +224,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def reason_in(text: str) -> str:
     """Return the first line that looks like an error, or else the last line.
 
-    mpirun prints its messages between two lines of hyphens: the first line of the last message counts as the last line.
+    mpirun prints each of its messages between two lines of hyphens. Only the first line of such a message is considered.
     """
     text = re.sub(r"(?m)^-{9,}\n((?!Traceback )[^\n]+)\n(?:(?!-{9,}$|Traceback ).*\n)*-{9,}$", r"\1", text)
     lines = [line.strip() for line in text.splitlines() if line.strip() and MARK not in line]

@@ -1,6 +1,7 @@
 """Virtual nodes of ``bench --scale``: network namespaces of this machine, each with its own host name, joined by a bridge.
 
-Ranks on different nodes see different hosts, and communicate over TCP through the bridge, a network with little latency.
+Ranks on different nodes see different host names and addresses, and communicate over TCP through the bridge, whose latency
+is low.
 The nodes share the cores and the disk. Each node has an /etc/hosts with the addresses of all nodes, because Gloo looks up
 the host's own name. Nothing outside the namespaces is changed: the bridge has a namespace of its own. The kernel removes a
 namespace when its last process has ended. The processes that keep the namespaces alive exit when the bench ends, even
@@ -49,7 +50,7 @@ class Node:
         _enter(self.pid, "mnt", _CLONE_NEWNS)  # changes the working folder to /
         os.chdir(folder)
 
-    def listen(self, make: Callable[[], Result]) -> Result:
+    def call_on_network(self, make: Callable[[], Result]) -> Result:
         """Call ``make`` in a thread on the node's network, and return its result.
 
         A socket stays on the network on which it was made. A thread that ``make`` starts is on the node's network too.

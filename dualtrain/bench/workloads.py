@@ -145,11 +145,11 @@ class Task:
 
     def batches(self, rank: int) -> Iterator[Tensors]:
         """Yield the batches of all steps."""
-        ready = self.ready(rank)
+        batches = self.distinct_batches(rank)
         for number in range(self.warmup + self.steps):
-            yield ready[number % DISTINCT]
+            yield batches[number % DISTINCT]
 
-    def ready(self, rank: int) -> list[Tensors]:
+    def distinct_batches(self, rank: int) -> list[Tensors]:
         """Return the ``DISTINCT`` batches of a rank."""
         generator = torch.Generator().manual_seed(1 + rank)
         return [self._draw(generator) for _ in range(DISTINCT)]

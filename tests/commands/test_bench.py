@@ -835,7 +835,7 @@ def test_virtual_nodes_that_cannot_be_made_are_reported_and_the_rest_is_measured
     assert said[-1] == "2 × 4 ranks: not measured: not permitted"
     assert said[-1] in scale_page.text(results, MACHINE)
     assert json.loads(dict(scale._files(results, MACHINE))["bench.json"])["unavailable"] == {"2x4": "not permitted"}
-    assert scale_page.charted(results) == [TWO]
+    assert scale_page.charted_layouts(results) == [TWO]
     only_nodes = scale.ScaleResults((Layout(2, 4),), rounds={(Layout(2, 4), "torch"): {0: dict.fromkeys(MEASURES, 0.5)}})
     assert "500.0" in scale_page.page(only_nodes, MACHINE)
     assert [name for name, _ in scale._files(only_nodes, MACHINE)] == ["bench.json", "bench.html"]
@@ -850,7 +850,7 @@ def test_ranks_on_two_virtual_nodes_connect_and_the_nodes_end_afterwards(name, t
         spec = LaunchSpec(2, "cpu", tmp_path, nodes=tuple(nodes))
         found = run_forked(forked.server(), CONTENDERS[name], ["scale"], spec, 1.0)
         assert {one["rank"] for one in found} == {0, 1}
-        nodes[1].listen(lambda: socket.create_server((nodes[1].address, 0))).close()
+        nodes[1].call_on_network(lambda: socket.create_server((nodes[1].address, 0))).close()
         with pytest.raises(OSError, match="assign"):
             socket.create_server((nodes[1].address, 0))  # this thread is not on the node's network
     assert not any(Path(f"/proc/{node.pid}").exists() for node in nodes)

@@ -57,7 +57,7 @@ class Ddp(Contender):
         """See the base class. Rank 0 saves; the other ranks wait for rank 0 in the next step's allreduce."""
         model = DistributedDataParallel(task.model(), **self.options)
         optimizer = torch.optim.SGD(model.parameters(), lr=task.lr)
-        batches = task.ready(self.rank)[:STALL_STEPS]
+        batches = task.distinct_batches(self.rank)[:STALL_STEPS]
 
         def steps(save: bool) -> float:
             self.wait_for_gpu()  # kernels of other steps must not count as the checkpoint's time

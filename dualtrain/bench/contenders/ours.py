@@ -83,7 +83,7 @@ class Ours(Contender):
         trainer = dualtrain.Trainer(model, optimizer, backend=self.backend)
         (folder / "checkpoints").mkdir(exist_ok=True)
         writer = Writer(folder, 1, print, 60.0, FolderLock())
-        batches = task.ready(self.rank)[:STALL_STEPS]
+        batches = task.distinct_batches(self.rank)[:STALL_STEPS]
         expected = len(batches[0][1]) * self.size
 
         def steps(save: int) -> float:
