@@ -1,4 +1,4 @@
-"""The results as text: the table, remarks, and the answer in the last line.
+"""The results as text: the table, remarks, and a last line that answers whether to move from Horovod to torch.
 
 The argument ``targets`` of these functions chooses whether the developers' targets and their verdicts are shown.
 """
@@ -43,7 +43,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def text(results: Results, rows: Sequence[Row], machine: Mapping[str, str], *, targets: bool) -> str:
-    """Return the whole report; the answer is its last line."""
+    """Return the whole report; its last line is the answer (see :func:`answer`)."""
     lines, heading = [*(f"{name}: {value}" for name, value in machine.items()), ""], head(targets)
     table = [heading, *(cells(row, targets) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -149,17 +149,17 @@ def answer(results: Results, rows: Sequence[Row]) -> str:
 
 def _yes_or_no(rows: Sequence[Row]) -> str:
     jobs = list(dict.fromkeys(row.job for row in rows))
-    others = [job for job in jobs if any(row.found.low <= 1 for row in rows if row.job == job)]
+    exceptions = [job for job in jobs if any(row.found.low <= 1 for row in rows if row.job == job)]
     gains, losses = [row for row in rows if row.found.low > 1], [row for row in rows if row.found.high < 1]
-    if not others:
+    if not exceptions:
         return "Yes"
     if len(losses) == len(rows):
         return "No"
     if not gains and not losses:
         return "No measurable difference in speed"
-    if len(gains) > len(losses) and len(others) < len(jobs):
-        return f"Yes, except for {', '.join(others)}"
-    return f"Not for speed (torch is slower or not measurably different in these jobs: {', '.join(others)})"
+    if len(gains) > len(losses) and len(exceptions) < len(jobs):
+        return f"Yes, except for {', '.join(exceptions)}"
+    return f"Not for speed (torch is slower or not measurably different in these jobs: {', '.join(exceptions)})"
 
 
 def _range(rows: Sequence[Row]) -> str:

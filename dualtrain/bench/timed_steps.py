@@ -1,7 +1,8 @@
 """Timing of steps: of one contender, or of several contenders in turns.
 
-Processes differ in speed by up to 15 %, for as long as they run. If several contenders run in turns in the same processes,
-this difference is the same for all of them, and cancels in the ratio of their times.
+Processes that run the same program differ in speed by up to 15 %, and a slow process stays slow until it ends. If several
+contenders run in turns in the same processes, this difference is the same for all contenders, and cancels in the ratio of
+their times.
 """
 
 from __future__ import annotations

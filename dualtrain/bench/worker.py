@@ -110,7 +110,7 @@ def _sweep(contender: Contender, job: str, given: Any) -> list[dict[str, Any]]:
         tensor = torch.ones(size // 4, device=contender.device)
         seconds = _allreduce_seconds(contender.allreduce, tensor)
         found.append({"job": "sweep", "bytes": size, "way": "tensor", "seconds": seconds})
-        # For a contender without buffers, the time of plain tensors is recorded.
+        # If the contender has no buffers of its own, record its time for plain tensors as its time for buffers.
         buffer = contender.buffer(size // 4)
         if buffer is not None:
             seconds = _allreduce_seconds(contender.allreduce_buffer, buffer)
