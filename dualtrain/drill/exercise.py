@@ -22,7 +22,7 @@ _EXIT_SECONDS = 0.03  # wait this long after a fault before listing the survivor
 #: Largest number of consecutive faults after the same step: a run that fails there a third time refuses to restart.
 _REPEATS = 2
 _BY_TIME = 0.25  # fraction of the faults that are injected after a random time, not after a step
-_SAME = ("weights_sha256", "steps", "epochs", "val_loss", "val_accuracy", "train_loss", "best")
+_COMPARED = ("weights_sha256", "steps", "epochs", "val_loss", "val_accuracy", "train_loss", "best")
 
 
 @dataclass
@@ -93,7 +93,7 @@ class Exercise:
         progress: Callable[[str], None],
     ) -> None:
         self._folder, self._flags, self._nproc, self._horovod = folder, list(flags), nproc, horovod
-        self._choice, self._limit, self._progress = random.Random(seed), limit, progress
+        self._generator, self._limit, self._progress = random.Random(seed), limit, progress
         self._steps: list[int] = []  # the steps after which faults were injected
         self.report = Report()
 
@@ -181,8 +181,8 @@ class Exercise:
         """Return the faults in a random order, all kinds about equally often; each has the step after which it is due."""
         planned: list[Fault] = []
         while len(planned) < faults:
-            planned += self._choice.sample(kinds, len(kinds))
-        moments = sorted(self._choice.randrange(max(1, steps - 1)) for _ in range(faults))
+            planned += self._generator.sample(kinds, len(kinds))
+        moments = sorted(self._generator.randrange(max(1, steps - 1)) for _ in range(faults))
         return list(zip(planned, moments, strict=False))
 
     def _run_fault(self, job: Job, fault: Fault, step: int) -> str:
@@ -219,19 +219,19 @@ class Exercise:
         def done() -> bool:
             nonlocal target
             finished = job.restart_if_failed()
-            target = fault.inject(job, self._choice)
+            target = fault.inject(job, self._generator)
             return bool(target) or finished
 
         self._wait(job, done, f"a process or file for {fault.name}")
         return target
 
     def _await_moment(self, job: Job, step: int) -> str:
-        """Wait until the job has taken ``step`` steps, or for a random time, then :meth:`_leave_step`.
+        """Wait until the job has taken ``step`` steps, or for a random time; then call :meth:`_leave_step`.
 
         Return the moment in words.
         """
-        if self._choice.random() < _BY_TIME:
-            seconds = self._choice.uniform(0.1, 3.0)
+        if self._generator.random() < _BY_TIME:
+            seconds = self._generator.uniform(0.1, 3.0)
             deadline = time.monotonic() + seconds
             self._wait(job, lambda: time.monotonic() > deadline or job.status() is not None, "a random time")
             moment = f"{seconds:.1f} s after the last {'recovery' if self.report.rows else 'start'}"
@@ -269,6 +269,6 @@ class Exercise:
             return
         self.report.disturbed = read_json(summary)
         one, other = self.report.undisturbed, self.report.disturbed
-        for name in _SAME:
+        for name in _COMPARED:
             if json.dumps(one.get(name)) != json.dumps(other.get(name)):
                 self.report.problems.append(f"{name} is {one.get(name)} without faults, and {other.get(name)} with them")

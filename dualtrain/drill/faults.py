@@ -29,11 +29,11 @@ class Fault:
 
 
 def _one_rank(number: signal.Signals) -> Callable[[Job, random.Random], str]:
-    def inject(job: Job, choice: random.Random) -> str:
+    def inject(job: Job, generator: random.Random) -> str:
         ranks = job.ranks()
         if not ranks:
             return ""
-        rank = choice.choice(sorted(ranks))
+        rank = generator.choice(sorted(ranks))
         send(ranks[rank], number)
         return f"rank {rank}"
 
@@ -41,7 +41,7 @@ def _one_rank(number: signal.Signals) -> Callable[[Job, random.Random], str]:
 
 
 def _all_ranks(number: signal.Signals) -> Callable[[Job, random.Random], str]:
-    def inject(job: Job, choice: random.Random) -> str:
+    def inject(job: Job, generator: random.Random) -> str:
         ranks = job.ranks()
         for process in ranks.values():
             send(process, number)
@@ -50,11 +50,11 @@ def _all_ranks(number: signal.Signals) -> Callable[[Job, random.Random], str]:
     return inject
 
 
-def _launcher(job: Job, choice: random.Random) -> str:
+def _launcher(job: Job, generator: random.Random) -> str:
     return f"process {job.launcher}" if job.kill_launcher() else ""
 
 
-def _in_checkpoint(job: Job, choice: random.Random) -> str:
+def _in_checkpoint(job: Job, generator: random.Random) -> str:
     """Kill rank 0 while a checkpoint's temporary file exists, or after some seconds without one."""
     deadline = time.monotonic() + _WRITE_SECONDS
     while not (writing := job.is_writing()) and time.monotonic() < deadline and job.status() is None:
@@ -66,7 +66,7 @@ def _in_checkpoint(job: Job, choice: random.Random) -> str:
     return "rank 0, half-written" if writing else "rank 0, no checkpoint was written meanwhile"
 
 
-def _damaged(job: Job, choice: random.Random) -> str:
+def _damaged(job: Job, generator: random.Random) -> str:
     """Stop all ranks, invert a random byte of the newest checkpoint, then kill the ranks."""
     ranks, newest = job.ranks(), job.checkpoints()[-1:]
     if not ranks or not newest:
@@ -80,7 +80,7 @@ def _damaged(job: Job, choice: random.Random) -> str:
     path = job.checkpoints()[-1]
     # Write a new file: the best checkpoint may be a hard link to the old file, and must stay undamaged.
     content = bytearray(path.read_bytes())
-    content[choice.randrange(len(content))] ^= 0xFF
+    content[generator.randrange(len(content))] ^= 0xFF
     path.unlink()
     path.write_bytes(content)
     for process in ranks.values():
@@ -88,12 +88,12 @@ def _damaged(job: Job, choice: random.Random) -> str:
     return path.name
 
 
-def _full(job: Job, choice: random.Random) -> str:
+def _full(job: Job, generator: random.Random) -> str:
     """Fill the file system, wait up to ``_WRITE_SECONDS`` for a failed write, kill a rank, and free the space."""
     ranks = job.ranks()
     if not ranks or not job.folder.exists():
         return ""
-    rank, before = choice.choice(sorted(ranks)), job.failed_writes()
+    rank, before = generator.choice(sorted(ranks)), job.failed_writes()
     filler = fill(job.folder)
     try:
         deadline = time.monotonic() + _WRITE_SECONDS
