@@ -12,7 +12,7 @@ from dualtrain.cores import share_of, threads_per_rank, usable_cores
 from dualtrain.differences import ranks_in_words
 from dualtrain.doctor.advice import advise
 from dualtrain.doctor.facts import gather
-from dualtrain.doctor.network import used
+from dualtrain.doctor.network import used_interface
 from dualtrain.doctor.probe import MARGIN_SECONDS, SIZES, Probe, bus_bandwidth, probe
 from dualtrain.errors import BackendError
 from dualtrain.launchers import World
@@ -22,7 +22,12 @@ _PRINT_SECONDS = 3.0  # for rank 0 to print the report
 
 
 class Examination:
-    """Examination of a world. Collective: every process of the job makes one, with the same ``wanted`` and ``timeout``.
+    """Examination of a world. Collective: every process of the job makes one, with the same arguments.
+
+    Args:
+        wanted: the backend to test: "torch", "horovod" or "all".
+        world: the world of this process, as the launcher describes it.
+        timeout: limit in seconds for a backend to join, and for each of its operations.
 
     Attributes:
         report: plain values. It covers all ranks if this rank reached the other ranks, otherwise only this rank.
@@ -42,7 +47,7 @@ class Examination:
         own["probes"] = {name: found.facts() for name, found in self._probes.items()}
         placed = self._control.world if self._control else world
         own["threads"] = share_of(usable_cores(), placed.local_size)
-        own["interface"] = used(own["interfaces"], own["overrides"], placed)
+        own["interface"] = used_interface(own["interfaces"], own["overrides"], placed)
         rows, failure = self._gathered(own)
         self.report = _report(rows, failure, choose("auto" if wanted == "all" else wanted, world))
 

@@ -27,7 +27,7 @@ def _ipv6() -> list[tuple[str, str]]:
     return [(row[5], str(ipaddress.IPv6Address(bytes.fromhex(row[0])))) for row in rows]
 
 
-def used(found: Mapping[str, list[str]], overrides: Mapping[str, str], world: World) -> str:
+def used_interface(found: Mapping[str, list[str]], overrides: Mapping[str, str], world: World) -> str:
     """Return the interface that the ranks of ``world`` use on this host, and the reason.
 
     ``found`` is the result of :func:`interfaces`. ``overrides`` are the variables that select an interface.

@@ -104,10 +104,10 @@ def test_the_reported_interface_is_the_one_on_the_route_to_rank_0(monkeypatch):
     monkeypatch.setattr(hosts, "_route", lambda host: "10.1.0.2" if host == "node0" else "10.0.0.2")
     found = {"eth0": ["10.0.0.2"], "eth1": ["10.1.0.2"]}
     world = World(2, 4, 0, 2, 1, 2, rendezvous=("node0", 29500))
-    assert network.used(found, {}, world) == "eth1 (other hosts reach this host at 10.1.0.2)"
-    assert network.used(found, {}, World(2, 4, 0, 2, 1, 2)) == "eth0 (other hosts reach this host at 10.0.0.2)"
-    assert network.used(found, {}, World(0, 2, 0, 2)) == "lo (all ranks are on this host)"
-    assert network.used(found, {"GLOO_SOCKET_IFNAME": "eth2"}, world) == "GLOO_SOCKET_IFNAME=eth2"
+    assert network.used_interface(found, {}, world) == "eth1 (other hosts reach this host at 10.1.0.2)"
+    assert network.used_interface(found, {}, World(2, 4, 0, 2, 1, 2)) == "eth0 (other hosts reach this host at 10.0.0.2)"
+    assert network.used_interface(found, {}, World(0, 2, 0, 2)) == "lo (all ranks are on this host)"
+    assert network.used_interface(found, {"GLOO_SOCKET_IFNAME": "eth2"}, world) == "GLOO_SOCKET_IFNAME=eth2"
 
 
 def test_two_ranks_reach_each_other_on_both_backends(tmp_path):
