@@ -147,7 +147,7 @@ class Exchange:
 
     def forget(self) -> None:
         """Discard the buckets, and with them a failed exchange. Called when a new world replaces the current one."""
-        self.sparse = SparseGradients()  # ranks of the new world may know different ones, and must make the same layout
+        self.sparse = SparseGradients()  # the ranks may know different sparse gradients, but must make the same layout
         self.schedule.use([])
         self.schedule.start_round()
         self.laid_out = self.reduced = False
@@ -174,7 +174,7 @@ class Exchange:
             bucket.find_stepped(schedule.round)
             if not schedule.has_unsent:
                 self._load_extra(scalars)
-                self.refusals.load(schedule.buckets)
+                self.refusals.set_flag(schedule.buckets)
             self._backend.drain()
             bucket.start()
         except Exception as error:
@@ -212,7 +212,7 @@ class Exchange:
         The partial sums reuse the gradients' memory: every ``param.grad`` is ``None`` afterwards.
         """
         self._load_extra(scalars)
-        self.refusals.load_none()
+        self.refusals.clear_flag()
         self._leave_moved_memory()
         separate_gradients(self.slots)
         for bucket in self.schedule.buckets:

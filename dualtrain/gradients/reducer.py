@@ -233,7 +233,7 @@ class GradientReducer:
     def end_interrupted(self) -> None:
         """End an exchange that an exception such as KeyboardInterrupt has stopped after all sums had arrived.
 
-        The other ranks have ended this exchange. They would take a repetition of it for their next exchange.
+        The other ranks have ended this exchange. If this rank repeated it, they would treat it as their next exchange.
         """
         if self._exchange.has_sums:
             self.exchange()
@@ -351,8 +351,8 @@ class GradientReducer:
     def forget(self, backend: Backend) -> None:
         """Discard a failed exchange, and use the new ``backend``, whose ranks then compare their layouts.
 
-        The ranks do not compare the steps that they took before, so make their parameters equal. Every rank must make these
-        calls of several reducers in the same order.
+        The ranks do not compare the steps that they took before, so make their parameters equal. If there are several
+        reducers, every rank must call this method of them in the same order.
         """
         self._leave()
         self._enter(backend)
@@ -374,7 +374,7 @@ class GradientReducer:
 
     def parameter_replaced(self, attribute: ModuleAttribute, name: str) -> None:
         """Record that ``name`` was replaced. Exchanges then check that what ``attribute`` holds now is averaged."""
-        self._exchange.refusals.replace(attribute, name)
+        self._exchange.refusals.record_replacement(attribute, name)
 
     def gradient_ready(self, slot: Slot) -> None:
         """Mark a gradient ready, and send the buckets that are complete. Runs for each gradient in every step."""

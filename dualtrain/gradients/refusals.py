@@ -82,7 +82,7 @@ class Refusals:
         """Record the ``named`` parameters, which must not change from now on."""
         self._forms, self._late = Forms(named), None
 
-    def replace(self, attribute: ModuleAttribute, name: str) -> None:
+    def record_replacement(self, attribute: ModuleAttribute, name: str) -> None:
         """Record that parameter ``name``, or a module that has it, was replaced in ``attribute``."""
         self._replaced[id(attribute.owner()), attribute.key] = attribute, name
 
@@ -102,7 +102,7 @@ class Refusals:
         self.dropped, self.sent_dropped, self._dropped_by = bool(self.hooks.slots), False, by
 
     def _unaveraged(self) -> str | None:
-        # Attributes are checked here, and not in ``replace``: the program may call add_param_group after the replacement.
+        # Attributes are checked here, and not in ``record_replacement``: the program may call add_param_group later.
         for key, (attribute, name) in list(self._replaced.items()):
             found = attribute.unaveraged(self.hooks.known)
             if found is None:
@@ -180,13 +180,13 @@ class Refusals:
 
     # -- over all ranks -------------------------------------------------------------------------------------------
 
-    def load(self, buckets: Sequence[Bucket]) -> None:
+    def set_flag(self, buckets: Sequence[Bucket]) -> None:
         """Set the flag that is about to be sent."""
         refused = self.reason(buckets) is not None
         self.flag.fill_(math.nan if refused else math.inf if self.steps % 2 else -math.inf)
 
-    def load_none(self) -> None:
-        """Set the flag to 0. Called for all of this rank's shards in a step except the last, which uses :meth:`load`."""
+    def clear_flag(self) -> None:
+        """Set the flag to 0, for each shard of this rank in a step except the last. For the last, see :meth:`set_flag`."""
         self.flag.zero_()
 
     def flagged(self, backend: Backend, buckets: Sequence[Bucket], cpu_waits: bool) -> bool:

@@ -56,13 +56,13 @@ class Turns:
         self._first = 0  # number of the reducer that sends its buckets before the other reducers
 
     def enter(self, member: Member) -> int:
-        """Register a reducer, in the same order on every rank; return its number, the lowest free one."""
+        """Register a reducer; return its number, the lowest free one. Every rank must register in the same order."""
         number = next(each for each in itertools.count() if each not in self._members)
         self._members[number] = weakref.ref(member)
         return number
 
     def leave(self, number: int) -> None:
-        """Remove a closed reducer, once, on every rank. :meth:`due` removes garbage-collected ones."""
+        """Remove a closed reducer. Call this once, on every rank. :meth:`due` removes garbage-collected reducers."""
         self._members.pop(number, None)
 
     def may_send(self, number: int) -> bool:

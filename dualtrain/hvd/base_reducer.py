@@ -420,7 +420,7 @@ class HorovodReducer(ABC):
         Exchanges are refused while the replacement contains parameters that require gradients and have no reducer. (A
         module is ignored until one of these parameters has a gradient.)
         """
-        self.refusals.replace(attribute, name)
+        self.refusals.record_replacement(attribute, name)
 
     def gradient_ready(self, slot: Slot) -> None:
         """Count one more backward pass for a gradient. Raises AssertionError after too many passes, as Horovod does."""
