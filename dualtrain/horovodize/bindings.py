@@ -120,7 +120,7 @@ class Bindings:
         """
         statement = next((above for above in self._above(node) if isinstance(above, ast.stmt | ast.NamedExpr)), None)
         if isinstance(statement, ast.AnnAssign):
-            return True  # those with a value are ast.Assign in the normal form
+            return True  # it has no value: ``normal_form.py`` turns those with a value into ast.Assign
         value = statement.value if isinstance(statement, ast.Assign | ast.NamedExpr) else None
         if value is not None and (isinstance(value, ast.Constant) or loaded_module(value)):
             return True
