@@ -91,7 +91,7 @@ class Child:
             "processor time, or the interpreter does not start; start fewer ranks, or check the interpreter"
         )
 
-    def note(self) -> None:
+    def update(self) -> None:
         """Update ``started``, ``outcome`` and ``status`` without blocking."""
         if self.outcome is None:
             self.link.read_rest()
@@ -103,7 +103,7 @@ class Child:
         while self.outcome is None and (message := self.link.message()) is not None:
             if self.started:
                 self.outcome = loads(message)
-            self.started = True  # the first message is empty
+            self.started = True  # the first message is empty: it only shows that the process has read its function
 
     def failure(self) -> RankFailedError | None:
         """Return the exception that describes this rank's failure, or ``None``."""
@@ -209,7 +209,7 @@ def _collect(children: Sequence[Child]) -> list[bytes]:
 
 def _advance(child: Child, selector: selectors.BaseSelector) -> None:
     """Read what the child has sent; unregister its descriptors that are no longer needed."""
-    child.note()
+    child.update()
     sockets = selector.get_map()
     if child.outcome is not None and child.link.socket in sockets:
         selector.unregister(child.link.socket)
@@ -259,4 +259,4 @@ def _await_end(children: Sequence[Child]) -> None:
                     selector.register(child.pidfd, selectors.EVENT_READ)
             selector.select(max(0.0, deadline - time.monotonic()))
         for child in children:
-            child.note()
+            child.update()
