@@ -110,13 +110,13 @@ class Setting:
         """The flag: ``--run-dir`` for ``run_dir``."""
         return "--" + self.name.replace("_", "-")
 
-    def is_valid(self, value: Any) -> bool:
+    def has_type(self, value: Any) -> bool:
         """Return whether a value that was read from a file has the setting's type. An int is accepted for a float."""
         return type(value) is self.kind or (self.kind is float and type(value) is int)
 
     def accepts(self, value: Any) -> bool:
         """Return whether a value that was read from a file has the setting's type and is within its bounds."""
-        return self.is_valid(value) and (self.bounds is None or self.bounds.accepts(value))
+        return self.has_type(value) and (self.bounds is None or self.bounds.accepts(value))
 
 
 def settings_of(section: str, cls: Any) -> list[Setting]:

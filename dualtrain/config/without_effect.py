@@ -73,7 +73,7 @@ class RunFacts:
         ranks: the number of ranks.
         cores: how many cores this process may use.
         resumed: whether the run resumes from a checkpoint.
-        norms: whether the model has SyncBatchNorm layers. ``--sync-batchnorm`` makes them of trained BatchNorm layers.
+        norms: whether the model has SyncBatchNorm layers. ``--sync-batchnorm`` converts trained BatchNorm layers.
         workers: whether worker processes can read the data.
         folder: whether the user's own dataset function takes the folder of the data.
     """
@@ -157,8 +157,8 @@ def _beyond_the_end(settings: Settings, facts: RunFacts) -> dict[str, str]:
         "checkpoint_epochs": steps * epochs <= facts.steps_of_epochs and "the run ends in its first epoch",
         "log_every": settings["log_every"] > steps and last,
         # The first epoch is always the best so far. So at most begun - 1 epochs can pass without a better one, and after
-        # the last of them, the run ends in any case. A resumed run may have more evaluations than epochs: --max-steps may
-        # have ended it within an epoch before.
+        # the last of them, the run ends in any case. A resumed run may have more evaluations than epochs: an earlier
+        # --max-steps may have ended it in the middle of an epoch, where it was evaluated too.
         "early_stop": not facts.resumed and (settings["early_stop"] or 0) >= max(1, begun - 1) and only,
     }
     return {name: reason for name, reason in found.items() if reason}

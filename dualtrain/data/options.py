@@ -54,11 +54,11 @@ class Options(DataSection):
         return found
 
     def largest_crop(self, side: int) -> int:
-        """Return the side of images of ``side`` pixels with their padding."""
+        """Return the side, after padding, of images whose side is ``side`` pixels."""
         return side + 2 * self.pad * (self.augment == "crop-flip")
 
     def check_crop(self, size: int, side: int) -> None:
-        """Raise UserError if a crop of ``size`` pixels exceeds images of ``side`` pixels with their padding."""
+        """Raise UserError if a crop of ``size`` pixels is larger than padded images of ``side`` pixels."""
         if size > self.largest_crop(side):
             raise UserError(
                 f"--image-size {size} is larger than images after --resize {self.resize} and --pad: leave --resize out"

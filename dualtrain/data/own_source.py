@@ -77,13 +77,13 @@ class OwnSource(Source):
         getattr(self._source, "close", lambda: None)()
 
     def _read(self, read: Callable[[], Iterable[Any]]) -> Iterator[Any]:
-        none = object()
+        exhausted = object()
         with user_code(self._what):
             found = iter(read())
         while True:
             with user_code(self._what):
-                item = next(found, none)
-            if item is none:
+                item = next(found, exhausted)
+            if item is exhausted:
                 return
             yield item
 

@@ -107,7 +107,9 @@ def _unpickled(content: bytes) -> Samples:
 
 
 def load_own(name: str, folder: str | None, options: Options) -> Task:
-    """Call the function ``name`` with ``folder``; it must return a :class:`Task`, or datasets for training and evaluation.
+    """Call the function ``name`` with ``folder``, or without arguments if it takes none; return the task that it builds.
+
+    The function must return a :class:`Task`, or two map-style datasets, for training and evaluation.
 
     Raises:
         UserError: the function does not exist, fails, or returns something else.
