@@ -84,7 +84,7 @@ class LoaderSource(Source):
         atexit.unregister(self.close)
         atexit.register(self.close)
         try:
-            for (inputs, targets), batch in zip(_sent(waits.each(read), device), requests.in_order(), strict=False):
+            for (inputs, targets), batch in zip(_on_device(waits.each(read), device), requests.in_order(), strict=False):
                 if self._transform is not None:
                     inputs = self._transform(inputs, batch.numbers.to(device), batch.seed)
                 yield inputs, targets
@@ -192,7 +192,7 @@ def _begin(worker: int) -> None:
     begin_worker()
 
 
-def _sent(batches: Iterator[Tensors | UserError], device: torch.device) -> Iterator[Tensors]:
+def _on_device(batches: Iterator[Tensors | UserError], device: torch.device) -> Iterator[Tensors]:
     """Copy the batches to ``device``. A GPU gets each batch while the trainer computes with the previous batch."""
     if device.type != "cuda":
         for batch in batches:
@@ -201,25 +201,25 @@ def _sent(batches: Iterator[Tensors | UserError], device: torch.device) -> Itera
         return
     side, ahead = torch.cuda.Stream(device), None
     for batch in batches:
-        current, ahead = ahead, _send(_unwrap(batch), side)
+        current, ahead = ahead, _start_copy(_unwrap(batch), side)
         if current is not None:
-            yield _arrived(*current)
+            yield _after_copy(*current)
     if ahead is not None:
-        yield _arrived(*ahead)
+        yield _after_copy(*ahead)
 
 
-def _send(batch: Tensors, side: torch.cuda.Stream) -> tuple[Tensors, torch.cuda.Event]:
+def _start_copy(batch: Tensors, side: torch.cuda.Stream) -> tuple[Tensors, torch.cuda.Event]:
     """Start copying ``batch`` to the GPU on the stream ``side``; return the copy, and an event that marks its end."""
     with torch.cuda.stream(side):
         inputs, targets = (tensor.to(side.device, non_blocking=True) for tensor in batch)
         return (inputs, targets), side.record_event()
 
 
-def _arrived(batch: Tensors, sent: torch.cuda.Event) -> Tensors:
-    """Make the current stream wait for the copy, and keep the batch's memory until the current stream's work is done."""
+def _after_copy(batch: Tensors, copied: torch.cuda.Event) -> Tensors:
+    """Return ``batch``. Make the current stream wait for the copy, and keep the memory until the stream's work is done."""
     for tensor in batch:
         current = torch.cuda.current_stream(tensor.device)
-        current.wait_event(sent)
+        current.wait_event(copied)
         tensor.record_stream(current)
     return batch
 
