@@ -116,11 +116,11 @@ class ParameterHooks:
             if p.requires_grad:
                 check_supported(name, p)
         self.known.update(id(p) for _, p in pairs)
-        had = {id(p) for p in (*self._params, *(p for _, p in self.frozen))}
+        added = {id(p) for p in (*self._params, *(p for _, p in self.frozen))}
         for name, p in pairs:
-            if id(p) in had:
+            if id(p) in added:
                 continue  # the group was removed from the optimizer and added again, or has the parameter twice
-            had.add(id(p))
+            added.add(id(p))
             remove_freed(p)
             if not p.requires_grad:
                 self.frozen.append((name, p))
@@ -238,6 +238,7 @@ def reducers_of(p: torch.Tensor) -> list[Reducer]:
 
 
 def _watchers(p: torch.Tensor | None) -> Iterable[tuple[weakref.ref[Reducer], str]]:
+    """Return (weak reference to the reducer, parameter's name) for each hook of a reducer on ``p``."""
     # torch (2.5 to 2.15) has no public way to list the hooks of a parameter.
     hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
     return [hook.watcher for hook in hooks.values() if hasattr(hook, "watcher")]
