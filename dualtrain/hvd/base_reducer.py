@@ -297,7 +297,7 @@ class HorovodReducer(ABC):
 
         Other ranks may have sent their gradients already, so the next ``reduce`` completes the exchange first. Every other
         rank must discard this step too, or must not have begun it. In the second case, it must begin its next step only
-        after it has received the report of this rank.
+        after it has received the message that this rank discards the exchange (:meth:`Engine.drop`).
         """
         begun, in_world = self.dirty or self.exchanging, self._generation == basics.generation()
         if begun:
@@ -320,7 +320,8 @@ class HorovodReducer(ABC):
             ValueError: a parameter's gradient cannot be averaged; no parameter was added.
         """
         if self.closed:
-            self.hooks.known.update(id(p) for _, p in named_parameters)  # don't refuse a step with earlier averages
+            # Do not refuse a step that uses averages from before close().
+            self.hooks.known.update(id(p) for _, p in named_parameters)
             return
         named = list(named_parameters)
         for name, p in named:

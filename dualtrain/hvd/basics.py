@@ -141,7 +141,7 @@ def engine() -> Engine:
 
 
 def generation() -> int:
-    """Return a number that is different after each ``init``; 0 outside of a world."""
+    """Return the number of this process's current world: 1 for its first world, 2 for its second; 0 outside of a world."""
     return _current.generation if _current is not None else 0
 
 

@@ -100,7 +100,7 @@ class CallReducer(HorovodReducer):
         self._reduced = True
 
     def abandon_call(self) -> None:
-        """Discard the result of a call that this rank has made before it joined. Called in the engine's thread."""
+        """Discard the result of a call that this rank has made before it called ``join``. Called in the engine's thread."""
         if self._call is not None:
             basics.exchangers.unused.add(self.current)
             handle, _ = self._call
@@ -121,7 +121,7 @@ class CallReducer(HorovodReducer):
         return sorted(self.hooks.slots, key=attrgetter("name"))
 
     def _adopt_added(self) -> None:
-        """Add the parameters that other ranks added while this rank had joined."""
+        """Add the parameters that other ranks added after this rank had called ``join``."""
         self.adopt(basics.exchangers.added.pop(self.channel_name, []))
 
     def _submit(self) -> tuple[int, list[Any]]:

@@ -176,7 +176,7 @@ class _Optimizer(NativeOptimizer):
         """Return whether the optimizer's step unscales gradients. GradScaler reads this before it looks for an overflow.
 
         Raises:
-            AssertionError: the gradients are not combined yet: only ranks with an overflow would skip the step.
+            AssertionError: the gradients are not combined yet, so that only the ranks with an overflow would skip the step.
         """
         if self.reducer is not None and self.reducer.dirty:
             raise AssertionError(

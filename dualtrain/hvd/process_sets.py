@@ -119,7 +119,7 @@ def attach(engine: Engine, sets: Sequence[ProcessSet], comm: Any = None) -> None
     global _engine
     _engine = engine
     global_process_set.ranks = list(range(engine.backend.size))
-    if comm is not None and comm.Get_size() == engine.backend.size:  # else init was called before, for another world
+    if comm is not None and comm.Get_size() == engine.backend.size:  # else this is a later call of init, with another comm
         global_process_set.mpi_comm = global_process_set.mpi_comm or comm
     ids: dict[tuple[int, ...], int | None] = {tuple(ranks): number for number, ranks in ids_and_ranks().items()}
     seen: set[int | None] = {0}

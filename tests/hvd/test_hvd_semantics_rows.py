@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#rows-and-groups: calls that gather, split or exchange rows, and grouped calls."""
+"""dualtrain/hvd/README.md#rows-and-process-sets: calls that gather, split or exchange rows, and grouped calls."""
 
 from __future__ import annotations
 

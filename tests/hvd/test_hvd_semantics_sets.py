@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#rows-and-groups: process sets."""
+"""dualtrain/hvd/README.md#rows-and-process-sets: process sets."""
 
 from __future__ import annotations
 
