@@ -1,4 +1,4 @@
-"""Functions of a script that nothing uses, so that mistakes in them have no effect."""
+"""Unused functions of a script: mistakes in them have no effect."""
 
 from __future__ import annotations
 
@@ -19,10 +19,14 @@ def lines_of_unused(source: Source) -> set[int]:
     functions = [node for node in source.nodes if isinstance(node, Function) and _may_be_unused(source, node)]
     if not functions or not _is_started(source):
         return set()
-    users = {function: _users(source, function) for function in functions}
+    uses = {function: _uses(source, function) for function in functions}
     unused: set[ast.AST] = set()
     while True:
-        found = {one for one, inside in users.items() if all(set(above) & (unused | {one}) for above in inside)}
+        found = {
+            function
+            for function, places in uses.items()
+            if all(set(enclosing) & (unused | {function}) for enclosing in places)
+        }
         if found <= unused:
             break
         unused |= found
@@ -53,6 +57,6 @@ def _calls_own(source: Source, call: ast.Call) -> bool:
     return isinstance(call.func, ast.Name) and call.func.id in source.functions
 
 
-def _users(source: Source, function: Function) -> list[list[ast.AST]]:
+def _uses(source: Source, function: Function) -> list[list[ast.AST]]:
     """Return, for each place that may refer to ``function`` by its name, the nodes that contain this place."""
     return [list(file.above(node)) for file in source.files for node in file.mentions.get(function.name, ())]

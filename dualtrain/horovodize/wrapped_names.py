@@ -29,9 +29,9 @@ def _wrapped_names(sources: Sequence[Source]) -> set[str]:
     for source in sources:
         for name, parameters in source.definitions:
             defined.setdefault(name, []).append(parameters)
-    only = {name: found[0] for name, found in defined.items() if len(found) == 1}
+    defined_once = {name: found[0] for name, found in defined.items() if len(found) == 1}
     while True:
-        found = {name for source in sources for name in _receiving(source, names, only)} - plain
+        found = {name for source in sources for name in _receiving(source, names, defined_once)} - plain
         if found <= names:
             return names
         names |= found

@@ -17,7 +17,7 @@ Average, Sum, Adasum, Min, Max, Product = range(6)
 
 NAMES = {Average: "Average", Sum: "Sum", Adasum: "Adasum", Min: "Min", Max: "Max", Product: "Product"}
 #: The backends' operation for each of Horovod's operations; backends have no Adasum.
-PLAIN = {
+BACKEND_OPS = {
     Average: ReduceOp.AVERAGE,
     Sum: ReduceOp.SUM,
     Min: ReduceOp.MIN,

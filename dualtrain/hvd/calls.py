@@ -13,7 +13,7 @@ import torch
 from dualtrain.backends import wire
 from dualtrain.backends.movement import rows_to_send
 from dualtrain.hvd import compat
-from dualtrain.hvd.arithmetic import NAMES, PLAIN, Adasum, Average, Sum, check_op
+from dualtrain.hvd.arithmetic import BACKEND_OPS, NAMES, Adasum, Average, Sum, check_op
 from dualtrain.hvd.basics import engine
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.forms import Operation, Options, call_options, differentiable, reduction_options
@@ -63,7 +63,7 @@ def _average(grads: Gradients, process_set: ProcessSet) -> Gradients:
 def _check_reducible(tensors: Tensors, op: int) -> None:
     for tensor in tensors:
         wire.wire_dtype(tensor.dtype.to_real())
-        wire.wire_op(tensor.dtype, PLAIN[Sum if op == Adasum else op])
+        wire.wire_op(tensor.dtype, BACKEND_OPS[Sum if op == Adasum else op])
 
 
 def _check_rows(kind: str, tensors: Tensors) -> None:

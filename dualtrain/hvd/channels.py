@@ -6,6 +6,8 @@ requests it.
 
 Gloo has threads that do the work of an operation. In shared memory, the ranks' own threads do this work. So while a rank
 waits for one operation, it advances the operations of all its channels: other ranks may be waiting for any of them.
+
+A joined rank is a rank that has called ``join``, because it has no more data.
 """
 
 from __future__ import annotations
@@ -152,7 +154,7 @@ class Exchangers:
         self._claimed.add(name)
         return name
 
-    def find(self, registry: Registry[R], channel_name: str, made: list[int]) -> R | None:
+    def find(self, registry: Registry[R], channel_name: str, position: list[int]) -> R | None:
         """Return the reducer of a channel that other ranks use. Called while this rank has joined.
 
         If no reducer has the channel, give it to an open reducer that has the channel's base name, and no channel yet. Of
@@ -162,16 +164,16 @@ class Exchangers:
         Args:
             registry: the reducers of the channel's kind.
             channel_name: the name of the channel.
-            made: :meth:`Registry.position` of the reducer on the rank that uses the channel.
+            position: :meth:`Registry.position` of the reducer on the rank that uses the channel.
         """
         base, alive = channel_name.rpartition(".")[0], registry.alive()
         known = [one for one in alive if one.channel_name == channel_name]
         unused = self._unused(registry, base)
         if len(unused) > 1:
-            unused = [one for one in unused if registry.position(one) == made]
+            unused = [one for one in unused if registry.position(one) == position]
         found = next(iter(known + unused), None)
         # If this rank has not made the reducer yet, the reducer takes the channel when it is made.
-        if found is not None or made[0] <= registry.count(base):
+        if found is not None or position[0] <= registry.count(base):
             self._claimed.add(channel_name)
         if found is not None and not known:
             found.use_channel(channel_name)
@@ -180,13 +182,13 @@ class Exchangers:
     def _unused(self, registry: Registry[R], base: str) -> list[R]:
         return [one for one in registry.alive() if not one.channel_name and one.base_name == base and not one.closed]
 
-    def skip(self, channel_name: str, made: list[int], added: list[str]) -> bool:
+    def skip(self, channel_name: str, position: list[int], added: list[str]) -> bool:
         """Count an exchange for which the engine has sent zeros, because this rank has joined.
 
-        Return False if it is unknown which of this rank's reducers the exchange belongs to. ``added`` is the new value for
-        this channel in :attr:`added`.
+        Return False if it is unknown which of this rank's reducers the exchange belongs to. For ``position``, see
+        :meth:`find`. ``added`` is the new value for this channel in :attr:`added`.
         """
-        reducer = self.find(self.callers, channel_name, made)
+        reducer = self.find(self.callers, channel_name, position)
         if reducer is not None:
             reducer.abandon_call()
         self.added[channel_name] = added

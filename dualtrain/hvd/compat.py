@@ -28,7 +28,7 @@ _COUNTER_UNUSED = (torch.optim.Adadelta, torch.optim.RMSprop)
 #: Attributes that are not compared. ``without_state`` handles the first three. The others are private in torch 2.5 to
 #: 2.15, which uses them for warnings only.
 _NOT_COMPARED = {"state", "param_groups", "defaults", "_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured"}
-_OWN = tuple(str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
+_LIBRARY_FOLDERS = tuple(str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 _met: dict[tuple[str, str, int], None] = {}
 _enabled = False
 
@@ -49,7 +49,7 @@ def note(defect: str) -> None:
     if defect == HALF and any(known == HALF for known, _, _ in _met):
         return
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARY_FOLDERS):
         frame = frame.f_back
     _met.setdefault((defect, frame.f_code.co_filename, frame.f_lineno))
 

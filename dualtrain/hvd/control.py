@@ -177,14 +177,14 @@ class _CoordinatorEnd:
                 for connection in self._connections.values():
                     for message in connection.buffered():
                         self._coordinator.receive(connection.rank, message)
-                self._match()
+                self._handle_messages()
             except Exception as error:  # otherwise the ranks would wait for an answer forever
                 log.exception("rank 0 cannot match calls any more")
                 self._coordinator.shut_down(f"rank 0 cannot match calls any more ({type(error).__name__}: {error})")
             self._close_connections()
 
-    def _match(self) -> None:
-        looked = time.monotonic()
+    def _handle_messages(self) -> None:
+        last_look = time.monotonic()
         while not self._closing.is_set():
             for key, events in self._selector.select(self._period):
                 if key.data is not None and events & selectors.EVENT_WRITE:
@@ -198,8 +198,8 @@ class _CoordinatorEnd:
                     for _ in self._wake_up.recv(4096):
                         if self._own:
                             self._coordinator.receive(0, self._own.popleft())
-            if time.monotonic() - looked > self._period:
-                looked = time.monotonic()
+            if time.monotonic() - last_look > self._period:
+                last_look = time.monotonic()
                 self._coordinator.look_for_stalls()
 
     def _flush(self, connection: Connection) -> bool:

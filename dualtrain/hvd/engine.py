@@ -32,7 +32,7 @@ from dualtrain.processes import start_thread
 
 _LEAVING_SECONDS = 10.0
 _PROGRESS_SECONDS = 1.0  # after this wait, ask the other ranks' engines to advance operations in shared memory
-_LOOKS: float = 20  # stop advancing operations in shared memory if none ends in this many consecutive checks
+_CHECKS: float = 20  # stop advancing operations in shared memory if none ends in this many consecutive checks
 
 
 class Engine:
@@ -42,7 +42,7 @@ class Engine:
 
     Args:
         backend: the world.
-        settings: from the environment.
+        settings: the settings in Horovod's environment variables.
         address: rank 0's address on the interface through which the ranks reach it.
         exchangers: the reducers of this process's optimizers.
     """
@@ -68,7 +68,7 @@ class Engine:
         self._numbers = itertools.count()
         self._pending: dict[int, Pending] = {}
         self._named: set[tuple[int, str, str]] = set()
-        self._several_threads = False  # whether the program also makes calls in threads of its own
+        self._several_threads = False  # whether the program has made calls outside of the main thread
         if settings.timeline is not None and backend.rank == 0:
             self.timeline.start(settings.timeline, settings.mark_cycles)
         try:
@@ -91,12 +91,12 @@ class Engine:
         tensors: list[torch.Tensor] | None = None,
         outputs: list[torch.Tensor] | None = None,
         then: Callable[[Any, Any], None] | None = None,
-        **facts: Any,
+        **entries: Any,
     ) -> Pending:
-        """Request a call; do not block. ``facts`` are further entries of the request. For ``then``, see :class:`Pending`.
+        """Request a call; do not block. ``entries`` are further entries of the request. For ``then``, see :class:`Pending`.
 
         Raises:
-            ValueError: this rank has an unfinished call of the same kind and name, or ``name`` is not a string.
+            ValueError: this rank has an unfinished call of the same kind, name and process set, or ``name`` is no string.
             HorovodInternalError: the world has ended, or this process was forked from a rank.
         """
         check_name(name)
@@ -108,7 +108,7 @@ class Engine:
         tensors = [tensor.detach() for tensor in tensors or []]
         metas = [[str(t.dtype).removeprefix("torch."), list(t.shape), t.device.type] for t in tensors]
         name = name or None  # as on Horovod, a call with an empty name has no name
-        message = {"kind": kind, "name": name, "set": set_id, "id": next(self._numbers), "tensors": metas, **facts}
+        message = {"kind": kind, "name": name, "set": set_id, "id": next(self._numbers), "tensors": metas, **entries}
         pending = Pending(
             message, tensors, outputs, then=then, on_blocked=self._report_blocked, progress=self.channels.progress
         )
@@ -145,7 +145,7 @@ class Engine:
         while not self._zeros_requests.empty():  # left by a join that an exception such as KeyboardInterrupt has stopped
             self._zeros_requests.get()
         pending = self.submit("join", divide_by=divide_by)
-        begun: dict[str, Exchanger] = {}  # by channel: the exchanges in which this rank takes part
+        begun: dict[str, Exchanger] = {}  # channel → the reducer whose exchange this rank takes part in
         while (request := self._next_zeros_request(begun)) is not None:
             channel, number = request["channel"], request["exchange"]
             if self.exchangers.done.get(channel, 0) >= number:
@@ -238,16 +238,16 @@ class Engine:
         Returns:
             A pending call. Its result is a pair: the backend, and the sparse gradients of all ranks.
         """
-        facts: dict[str, Any] = {"layout": layout, "sparse": sparse, "buffers": buffers}
-        return self.submit("channel", name, set_id, then=then, transport=self.settings.transport, **facts)
+        entries: dict[str, Any] = {"layout": layout, "sparse": sparse, "buffers": buffers}
+        return self.submit("channel", name, set_id, then=then, transport=self.settings.transport, **entries)
 
     def announce(self, exchanger: Exchanger) -> None:
         """Request zeros from the ranks that have joined, if any, for the current exchange of ``exchanger``."""
         if self.joined_ranks:
             exchange, channel = exchanger.exchanges, exchanger.channel_name
             exchanger.announced.add(exchange)
-            made = self.exchangers.exchangers.position(exchanger)
-            request = {"channel": channel, "exchange": exchange, "made": made, "added": exchanger.added}
+            position = self.exchangers.exchangers.position(exchanger)
+            request = {"channel": channel, "exchange": exchange, "made": position, "added": exchanger.added}
             self.send({"kind": "join_with_zeros", **request, "set": exchanger.set_id})
 
     def drop(self, channel: str, exchange: int, set_id: int) -> None:
@@ -392,13 +392,13 @@ class Engine:
         """Advance operations in shared memory that another rank waits for, even if this rank's main thread is busy.
 
         An operation can end only after the waiting rank has done its own part of it. So check repeatedly, until no
-        operation is left or none has ended in ``_LOOKS`` consecutive checks.
+        operation is left or none has ended in ``_CHECKS`` consecutive checks.
         """
-        left, looks = self.channels.progress(), _LOOKS
-        while left and looks > 0:
+        left, checks = self.channels.progress(), _CHECKS
+        while left and checks > 0:
             time.sleep(SLICE_SECONDS)
             before, left = left, self.channels.progress()
-            looks = _LOOKS if left < before else looks - 1
+            checks = _CHECKS if left < before else checks - 1
 
     def _do_report(self, message: Message) -> None:
         log.warning("%s", message["text"])

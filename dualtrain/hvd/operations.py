@@ -16,7 +16,7 @@ import torch
 from dualtrain.backends import Backend, ReduceOp, wire
 from dualtrain.backends.inference import ordinary
 from dualtrain.hvd import compat
-from dualtrain.hvd.arithmetic import PLAIN, Adasum, adasum, finished, scaled
+from dualtrain.hvd.arithmetic import BACKEND_OPS, Adasum, adasum, finished, scaled
 
 
 @dataclass
@@ -72,7 +72,7 @@ def _reduced(task: Task, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     groups: dict[tuple[torch.dtype, torch.device, ReduceOp], list[int]] = {}
     packed = [wire.pack(tensor) for tensor in inputs]
     for i, (tensor, values) in enumerate(zip(inputs, packed, strict=True)):
-        op = wire.wire_op(tensor.dtype, PLAIN[task.facts["op"]])
+        op = wire.wire_op(tensor.dtype, BACKEND_OPS[task.facts["op"]])
         groups.setdefault((values.dtype, values.device, op), []).append(i)
     flats = []
     for (_, _, op), members in groups.items():
@@ -98,7 +98,7 @@ def reducescatter(task: Task) -> list[torch.Tensor]:
 
 
 def _reducescatter(task: Task, tensor: torch.Tensor) -> torch.Tensor:
-    facts, op = task.facts, wire.wire_op(tensor.dtype, PLAIN[task.facts["op"]])
+    facts, op = task.facts, wire.wire_op(tensor.dtype, BACKEND_OPS[task.facts["op"]])
     total, like = task.channel.reduce_rows(scaled(tensor, facts["pre"]), op, task.name)
     return _result(task, total, like)
 

@@ -111,7 +111,7 @@ def away(backend, folder):
         if message["kind"] != "progress" or allowed[0] >= 0:
             send(self, message)
 
-    once, changes = mock.patch.object(engine.Engine, "send", send_once), {"_PROGRESS_SECONDS": 0.01, "_LOOKS": math.inf}
+    once, changes = mock.patch.object(engine.Engine, "send", send_once), {"_PROGRESS_SECONDS": 0.01, "_CHECKS": math.inf}
     with library(backend, HOROVOD_FUSION_THRESHOLD="0") as hvd, once, mock.patch.multiple(engine, **changes):
         params, optimizer = wrapped(hvd, "away", (torch.float32,) * 6)
         for step in range(3):
