@@ -306,7 +306,7 @@ def marks(steps: int) -> set[int]:
 def _defects() -> list[list[Any]]:
     """Return the defects of Horovod that dualtrain has reproduced in this process: [defect, file, line]."""
     compat = sys.modules.get("dualtrain.hvd.compat")
-    return [list(each) for each in compat.met()] if compat is not None else []
+    return [list(each) for each in compat.reproduced()] if compat is not None else []
 
 
 def summary(p: Any) -> list[Any]:

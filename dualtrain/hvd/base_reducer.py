@@ -266,11 +266,11 @@ class HorovodReducer(ABC):
     @property
     def current(self) -> tuple[str, int]:
         """Return the channel name and the number of the exchange that is in progress or comes next."""
-        return self.channel_name, basics.exchangers.done.get(self.channel_name, 0) + 1
+        return self.channel_name, basics.reducers.done.get(self.channel_name, 0) + 1
 
     def exchange_is_discarded(self) -> bool:
         """Return whether a rank discards the result of the current exchange."""
-        dropped = basics.exchangers.dropped
+        dropped = basics.reducers.dropped
         return bool(dropped) and self.current in dropped
 
     def end_exchange(self) -> None:
@@ -280,13 +280,13 @@ class HorovodReducer(ABC):
             HorovodInternalError: this rank uses the result, but another rank discards it. The world was ended.
         """
         exchange = self.current
-        basics.exchangers.done[self.channel_name] = exchange[1]
-        if exchange in basics.exchangers.dropped:
+        basics.reducers.done[self.channel_name] = exchange[1]
+        if exchange in basics.reducers.dropped:
             basics.engine().require_unused(exchange)
 
     def exchange_zeros(self) -> None:
         """Complete the current exchange, with zeros for unsent gradients, and discard its result. Collective; blocks."""
-        basics.exchangers.unused.add(self.current)
+        basics.reducers.unused.add(self.current)
         self.refusals.dropped = False  # an exchange of zeros is allowed even if the last exchange was refused
         with _without_gradients(self.hooks.slots):
             self.reduce_once()
@@ -404,7 +404,7 @@ class HorovodReducer(ABC):
         """
         self.process_set.usable_id()
         if self._generation != basics.generation():
-            self.use_channel(basics.exchangers.claim(self.base_name))
+            self.use_channel(basics.reducers.claim(self.base_name))
 
     def use_channel(self, channel_name: str) -> None:
         """Use this channel in the current world."""

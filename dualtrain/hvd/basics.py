@@ -14,7 +14,7 @@ from dualtrain.backends import Backend, connect
 from dualtrain.errors import UserError
 from dualtrain.horovod_variables import Settings, mention_others
 from dualtrain.hvd import compat
-from dualtrain.hvd.channels import Exchangers
+from dualtrain.hvd.channels import Reducers
 from dualtrain.hvd.engine import Engine
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.process_sets import NOT_INITIALIZED, ProcessSet, attach, detach, ids_and_ranks
@@ -33,7 +33,7 @@ class _Current:
 
 _current: _Current | None = None
 #: The reducers of all hvd.DistributedOptimizers of this process.
-exchangers = Exchangers()
+reducers = Reducers()
 _generations = 0
 
 
@@ -92,7 +92,7 @@ def _start_engine(backend: Backend, settings: Settings, owned: bool) -> Engine:
     If that fails and the backend is owned, report why to the other ranks, and close the backend.
     """
     try:
-        return Engine(backend, settings, listening_address(backend.world), exchangers)
+        return Engine(backend, settings, listening_address(backend.world), reducers)
     except BaseException as error:
         if owned:
             backend.abort(f"{type(error).__name__}: {error}")

@@ -53,7 +53,7 @@ class CallReducer(HorovodReducer):
         self._checked = False  # whether self._refusals was set up for the current parameters
         self._reduced = False
         self.add(named)
-        self.made = basics.exchangers.callers.register(self)
+        self.made = basics.reducers.callers.register(self)
 
     @property
     def refusals(self) -> Refusals:
@@ -102,7 +102,7 @@ class CallReducer(HorovodReducer):
     def abandon_call(self) -> None:
         """Discard the result of a call that this rank has made before it called ``join``. Called in the engine's thread."""
         if self._call is not None:
-            basics.exchangers.unused.add(self.current)
+            basics.reducers.unused.add(self.current)
             handle, _ = self._call
             self._call = None
             with suppress(HorovodInternalError):  # raised if the ranks' calls disagreed
@@ -122,7 +122,7 @@ class CallReducer(HorovodReducer):
 
     def _adopt_added(self) -> None:
         """Add the parameters that other ranks added after this rank had called ``join``."""
-        self.adopt(basics.exchangers.added.pop(self.channel_name, []))
+        self.adopt(basics.reducers.added.pop(self.channel_name, []))
 
     def _submit(self) -> tuple[int, list[Any]]:
         if self._call is None:
@@ -152,6 +152,6 @@ class CallReducer(HorovodReducer):
         handle = -1
         if tensors:
             options = reduction_options(self.name, self._op, 1 / self._predivide, self._predivide, self.process_set)
-            more = {"frozen": frozen, "made": basics.exchangers.callers.position(self), "added": self.added}
+            more = {"frozen": frozen, "made": basics.reducers.callers.position(self), "added": self.added}
             handle = start(ALLREDUCE, tensors, {**options, **more}, grouped=True, in_place=True)
         return handle, [ctx for _, ctx in packed]

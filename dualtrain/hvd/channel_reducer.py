@@ -68,7 +68,7 @@ class ChannelReducer(HorovodReducer):
         self._waits = False  # whether the main thread waits for the exchange
         self._refused = False  # whether the ranks have refused the last exchange
         self.add(named)
-        self.made = basics.exchangers.exchangers.register(self)
+        self.made = basics.reducers.exchangers.register(self)
 
     @property
     def refusals(self) -> Refusals:
@@ -160,7 +160,7 @@ class ChannelReducer(HorovodReducer):
         self._is_left_out = divide_by == "active" and not self.exchanging
         # An exchange of zeros is allowed even if the last exchange was refused, or its gradients were discarded.
         self.refusals.dropped = self.discarded = False
-        basics.exchangers.unused.add(self.current)
+        basics.reducers.unused.add(self.current)
         try:
             with as_horovod_errors():
                 self._send_all()

@@ -131,7 +131,7 @@ class Registry(Generic[R]):
             one.made = self._number(one)
 
 
-class Exchangers:
+class Reducers:
     """The reducers of this process's optimizers, and their channels and exchanges in this world."""
 
     def __init__(self) -> None:

@@ -29,7 +29,7 @@ _COUNTER_UNUSED = (torch.optim.Adadelta, torch.optim.RMSprop)
 #: 2.15, which uses them for warnings only.
 _NOT_COMPARED = {"state", "param_groups", "defaults", "_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured"}
 _LIBRARY_FOLDERS = tuple(str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
-_met: dict[tuple[str, str, int], None] = {}
+_reproduced: dict[tuple[str, str, int], None] = {}
 _enabled = False
 
 
@@ -46,17 +46,17 @@ def enabled() -> bool:
 
 def note(defect: str) -> None:
     """Record that ``defect`` was reproduced at the script's current line; for :data:`HALF`, the first such line only."""
-    if defect == HALF and any(known == HALF for known, _, _ in _met):
+    if defect == HALF and any(known == HALF for known, _, _ in _reproduced):
         return
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_LIBRARY_FOLDERS):
         frame = frame.f_back
-    _met.setdefault((defect, frame.f_code.co_filename, frame.f_lineno))
+    _reproduced.setdefault((defect, frame.f_code.co_filename, frame.f_lineno))
 
 
-def met() -> list[tuple[str, str, int]]:
+def reproduced() -> list[tuple[str, str, int]]:
     """Return the defects that were reproduced: (defect, file, line)."""
-    return list(_met)
+    return list(_reproduced)
 
 
 def without_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -20,7 +20,7 @@ import torch
 from dualtrain.backends import Backend
 from dualtrain.errors import BackendError, PeerFailure
 from dualtrain.horovod_variables import Settings, log
-from dualtrain.hvd.channels import Channels, Exchanger, Exchangers
+from dualtrain.hvd.channels import Channels, Exchanger, Reducers
 from dualtrain.hvd.control import control
 from dualtrain.hvd.coordinator import ENDED
 from dualtrain.hvd.disagreement import Message
@@ -44,13 +44,13 @@ class Engine:
         backend: the world.
         settings: the settings in Horovod's environment variables.
         address: rank 0's address on the interface through which the ranks reach it.
-        exchangers: the reducers of this process's optimizers.
+        reducers: the reducers of this process's optimizers.
     """
 
-    def __init__(self, backend: Backend, settings: Settings, address: str, exchangers: Exchangers) -> None:
+    def __init__(self, backend: Backend, settings: Settings, address: str, reducers: Reducers) -> None:
         self.backend = backend
-        self.exchangers = exchangers
-        exchangers.enter_world()
+        self.reducers = reducers
+        reducers.enter_world()
         self.settings = settings
         self.timeline = Timeline()
         self.down: str | None = None  # why the world has ended
@@ -148,9 +148,9 @@ class Engine:
         begun: dict[str, Exchanger] = {}  # channel → the reducer whose exchange this rank takes part in
         while (request := self._next_zeros_request(begun)) is not None:
             channel, number = request["channel"], request["exchange"]
-            if self.exchangers.done.get(channel, 0) >= number:
+            if self.reducers.done.get(channel, 0) >= number:
                 continue  # this rank took part before it joined; a slower rank is still in that step
-            exchanger = begun.get(channel) or self.exchangers.find(self.exchangers.exchangers, channel, request["made"])
+            exchanger = begun.get(channel) or self.reducers.find(self.reducers.exchangers, channel, request["made"])
             if exchanger is None:
                 self._end_unknown(channel)
                 continue
@@ -246,13 +246,13 @@ class Engine:
         if self.joined_ranks:
             exchange, channel = exchanger.exchanges, exchanger.channel_name
             exchanger.announced.add(exchange)
-            position = self.exchangers.exchangers.position(exchanger)
+            position = self.reducers.exchangers.position(exchanger)
             request = {"channel": channel, "exchange": exchange, "made": position, "added": exchanger.added}
             self.send({"kind": "join_with_zeros", **request, "set": exchanger.set_id})
 
     def drop(self, channel: str, exchange: int, set_id: int) -> None:
         """Report to all ranks of the process set that this rank discards the result of an exchange of gradients."""
-        for exchanges in (self.exchangers.unused, self.exchangers.dropped):
+        for exchanges in (self.reducers.unused, self.reducers.dropped):
             exchanges.add((channel, exchange))
         self.send({"kind": "drop", "channel": channel, "exchange": exchange, "set": set_id})
 
@@ -262,7 +262,7 @@ class Engine:
         Raises:
             HorovodInternalError: the world was ended.
         """
-        if exchange not in self.exchangers.unused:
+        if exchange not in self.reducers.unused:
             why = (
                 f"rank {self.backend.rank} uses gradients that another rank discarded by load_state_dict() after "
                 f"backward: call load_state_dict() on every rank in the same step "
@@ -346,7 +346,7 @@ class Engine:
             self._end(message["id"], result)
         elif "added" in message:  # a call of an optimizer, made by the ranks that have not joined
             channel = message["name"].removeprefix("gradients.")
-            if not self.exchangers.skip(channel, message["made"], message["added"]):
+            if not self.reducers.skip(channel, message["made"], message["added"]):
                 self._end_unknown(channel)
 
     def _end(self, number: int, result: Any = None, error: HorovodInternalError | None = None) -> None:
@@ -371,7 +371,7 @@ class Engine:
     def _do_joined_ranks(self, message: Message) -> None:
         self.joined_ranks = message["ranks"]
         if self.backend.rank not in self.joined_ranks:
-            for exchanger in self.exchangers.exchangers.alive():
+            for exchanger in self.reducers.exchangers.alive():
                 if exchanger.needs_zeros:
                     self.announce(exchanger)
 
@@ -380,8 +380,8 @@ class Engine:
 
     def _do_drop(self, message: Message) -> None:
         exchange = message["channel"], message["exchange"]
-        self.exchangers.dropped.add(exchange)
-        if self.exchangers.done.get(exchange[0], 0) >= exchange[1]:
+        self.reducers.dropped.add(exchange)
+        if self.reducers.done.get(exchange[0], 0) >= exchange[1]:
             with suppress(HorovodInternalError):  # the script's next call raises it
                 self.require_unused(exchange)
 

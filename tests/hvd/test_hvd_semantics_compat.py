@@ -171,9 +171,9 @@ def defective(backend, titles, compatible):
     env = {"DUALTRAIN_HVD_COMPAT": "1"} if compatible else {}
     with library(backend, **env) as hvd:
         for title in titles:
-            compat._met.clear()
+            compat._reproduced.clear()
             tensors = CASES[title][0](hvd)
-            found[title] = tensors, [(what, os.path.basename(file)) for what, file, _ in compat.met()]
+            found[title] = tensors, [(what, os.path.basename(file)) for what, file, _ in compat.reproduced()]
     return found
 
 
@@ -214,7 +214,7 @@ HARMLESS = [("SGD", {"momentum": 0.9}), ("Adagrad", {}), ("RMSprop", {"momentum"
 
 def harmless(backend):
     """Run a script that triggers none of the defects; return the recorded defects."""
-    compat._met.clear()
+    compat._reproduced.clear()
     with library(backend, DUALTRAIN_HVD_COMPAT="1") as hvd:
         for kind, options in HARMLESS:
             model = model_of()
@@ -223,7 +223,7 @@ def harmless(backend):
             optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
             hvd.broadcast_optimizer_state(optimizer, 0)
             trained(hvd, model, optimizer)
-    return compat.met()
+    return compat.reproduced()
 
 
 @OURS_2
