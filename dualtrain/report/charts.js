@@ -87,8 +87,8 @@
     const { width, height } = svg.getBoundingClientRect();
     chart.x = (step) => ((step - view.left) / (view.right - view.left)) * width;
     chart.y = (value) => ((view.high - value) / (view.high - view.low)) * height;
-    const [across, up] = chart.scale;
-    const box = [view.left * across, -view.high * up, (view.right - view.left) * across, (view.high - view.low) * up];
+    const [xScale, yScale] = chart.scale;
+    const box = [view.left * xScale, -view.high * yScale, (view.right - view.left) * xScale, (view.high - view.low) * yScale];
     svg.querySelector(".plot").setAttribute("viewBox", box.join(" "));
     for (const path of svg.querySelectorAll(".plot path")) {
       const { run } = path.parentNode.dataset;
@@ -112,7 +112,7 @@
     parts.push(make("line", { x1: 0, x2: width, y1: height, y2: height, class: "base" }));
     parts.push(make("text", { x: width, y: height + 37, "text-anchor": "end" }, "optimizer step"));
     svg.querySelector(".axes").replaceChildren(...parts);
-    point(chart, null);
+    showValues(chart, null);
   }
 
   // -- the values under the pointer
@@ -120,7 +120,7 @@
   const nearest = (points, step) =>
     points.reduce((best, point) => (Math.abs(point[0] - step) < Math.abs(best[0] - step) ? point : best));
 
-  function point(chart, step, top) {
+  function showValues(chart, step, top) {
     const tip = chart.figure.querySelector(".tip");
     const cursor = chart.svg.querySelector(".cursor");
     const curves = chart.curves.filter(isShown);
@@ -169,21 +169,21 @@
       const box = svg.getBoundingClientRect();
       const share = Math.min(1, Math.max(0, (event.clientX - box.left) / box.width));
       const step = chart.view.left + share * (chart.view.right - chart.view.left);
-      point(chart, step, event.clientY - box.top < box.height / 2 ? box.height / 2 + 10 : 0);
+      showValues(chart, step, event.clientY - box.top < box.height / 2 ? box.height / 2 + 10 : 0);
     };
     svg.addEventListener("pointermove", move);
     svg.addEventListener("pointerdown", move);
-    for (const name of ["pointerleave", "blur"]) svg.addEventListener(name, () => point(chart, null));
+    for (const name of ["pointerleave", "blur"]) svg.addEventListener(name, () => showValues(chart, null));
     svg.addEventListener("keydown", (event) => {
-      const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-      if (event.key === "Escape") point(chart, null);
-      if (!by) return;
+      const direction = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+      if (event.key === "Escape") showValues(chart, null);
+      if (!direction) return;
       event.preventDefault();
       const steps = [...new Set(chart.curves.filter(isShown).flatMap(({ points }) => points.map(([step]) => step)))];
       steps.sort((one, other) => one - other);
       if (!steps.length) return;
-      const now = chart.at === null ? (by > 0 ? -1 : steps.length) : steps.indexOf(nearest(steps.map((step) => [step]), chart.at)[0]);
-      point(chart, steps[Math.min(steps.length - 1, Math.max(0, now + by))]);
+      const now = chart.at === null ? (direction > 0 ? -1 : steps.length) : steps.indexOf(nearest(steps.map((step) => [step]), chart.at)[0]);
+      showValues(chart, steps[Math.min(steps.length - 1, Math.max(0, now + direction))]);
     });
   }
 
@@ -233,7 +233,7 @@
     document.querySelector("main").replaceWith(document.adoptNode(main));
     for (const details of document.querySelectorAll("details")) details.open = open.has(details.id);
     setUp();
-    charts.forEach((chart, number) => pointed[number] != null && point(chart, pointed[number]));
+    charts.forEach((chart, number) => pointed[number] != null && showValues(chart, pointed[number]));
   }
 
   async function refresh(known) {

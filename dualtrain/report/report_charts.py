@@ -16,9 +16,9 @@ from dualtrain.report.runs import Points, Run
 MOST_POINTS = 600  # largest number of points of a drawn curve, about one per pixel
 MOST_DOTS = 50  # largest number of points of a curve with dots; more dots touch each other, and hide the other curves
 WIDER = 4.0  # largest difference in width between curves with the same points, in pixels
-STEP, EPOCH, TRAIN, VAL = "logged steps", "mean so far", "training, epochs", "validation"
+STEP, MEAN, TRAIN, VAL = "logged steps", "mean so far", "training, epochs", "validation"
 #: CSS class of each kind of curve.
-KINDS = {STEP: "step", EPOCH: "mean", TRAIN: "train", VAL: "val"}
+KINDS = {STEP: "step", MEAN: "mean", TRAIN: "train", VAL: "val"}
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ PANELS = (
     Panel("Learning rate", ((STEP, "step", "lr"),), zero=True),
     Panel(
         "Throughput (samples/s)",
-        ((STEP, "step", "samples_per_second"), (EPOCH, "epoch", "samples_per_second")),
+        ((STEP, "step", "samples_per_second"), (MEAN, "epoch", "samples_per_second")),
         zero=True,
     ),
 )

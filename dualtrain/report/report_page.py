@@ -22,7 +22,7 @@ def page(runs: Sequence[Run], *, refresh: bool = False) -> str:
 def _sections(runs: Sequence[Run]) -> list[str]:
     if not runs:
         return ["<p>There is no run to show.</p>"]
-    differing, repaired, weights = differing_settings(runs), recoveries(runs), same_weights(runs)
+    differing, recovered, weights = differing_settings(runs), recoveries(runs), same_weights(runs)
     waiting = [run for run in runs if not run.metrics]
     parts = [f"<h2>Results</h2>\n{_table(results(runs), short=True)}", f"<p>{text(weights)}</p>" if weights else ""]
     parts += [f"<p>{text(run.label)} has stopped: {text(run.failure)}.</p>" for run in runs if run.failure]
@@ -30,8 +30,8 @@ def _sections(runs: Sequence[Run]) -> list[str]:
     parts += [f"<p>{text(run.label)}: {_unreadable(run.unreadable)}.</p>" for run in runs if run.unreadable]
     if len(waiting) < len(runs):
         parts.append(f"<h2>Charts</h2>\n{charts(runs)}")
-    if repaired:
-        parts.append(f"<h2>Recoveries</h2>\n{_table(repaired)}")
+    if recovered:
+        parts.append(f"<h2>Recoveries</h2>\n{_table(recovered)}")
     if differing:
         parts.append(f"<h2>Settings that differ</h2>\n{_table(differing)}")
     if len(runs) == 1:

@@ -49,7 +49,7 @@ class Run:
         origin: command, commit and other facts about the run's origin, as text.
         ranks: the facts that ``RANKS`` names, known from the start of a run.
         unreadable: number of lines of metrics.jsonl that are not metrics, not counting an incomplete last line.
-        failure: what ended the newest start of the run, if a rank recorded it; else "".
+        failure: what ended the newest attempt of the run, if a rank recorded it; else "".
     """
 
     folder: Path
@@ -99,20 +99,21 @@ def _is_drawable(value: Any) -> bool:
     return is_finite(value) and abs(value) < LARGEST
 
 
-def read_runs(folders: Sequence[str], *, begun: bool = True) -> list[Run]:
+def read_runs(folders: Sequence[str], *, require_metrics: bool = True) -> list[Run]:
     """Read the runs in these folders, without duplicates, and give each run a label and a colour.
 
     Args:
         folders: paths of the runs.
-        begun: true to raise an error if a folder holds no run, or if no run has metrics.
+        require_metrics: true to raise an error if a folder holds no run, or if no run has metrics.
 
     Raises:
-        UserError: see ``begun``.
+        UserError: see ``require_metrics``.
     """
     runs = [
-        _read_run(folder, label, f"c{number % COLORS}", begun) for number, (folder, label) in enumerate(labelled(folders))
+        _read_run(folder, label, f"c{number % COLORS}", require_metrics)
+        for number, (folder, label) in enumerate(labelled(folders))
     ]
-    if begun and not any(run.metrics for run in runs):
+    if require_metrics and not any(run.metrics for run in runs):
         which = repr(str(runs[0].folder)) if len(runs) == 1 else f"each of the {len(runs)} runs"
         cure = "wait until its first steps are logged (--log-every), or leave the run out if it has ended"
         if len(runs) == 1 and runs[0].failure:
@@ -121,8 +122,8 @@ def read_runs(folders: Sequence[str], *, begun: bool = True) -> list[Run]:
     return runs
 
 
-def _read_run(folder: Path, label: str, color: str, begun: bool) -> Run:
-    metrics, unreadable = _read_metrics(folder, begun)
+def _read_run(folder: Path, label: str, color: str, require_metrics: bool) -> Run:
+    metrics, unreadable = _read_metrics(folder, require_metrics)
     summary = or_nothing(lambda: read_summary(folder))
     last = max((line["step"] for line in metrics if is_finite(line.get("step"))), default=0)
     if is_finite(summary.get("steps")) and last > summary["steps"]:
@@ -136,19 +137,19 @@ def _read_run(folder: Path, label: str, color: str, begun: bool) -> Run:
 
 
 def _failure(folder: Path) -> str:
-    """Return what ended the newest start of a run; "" if the run still trains, has ended, or no cause was recorded."""
+    """Return what ended the newest attempt of a run; "" if the run still trains, has ended, or no cause was recorded."""
     with suppress(OSError):
         death = new_death(folder, read_events(folder))
         return death.describe() if death is not None and death.cause != UNKNOWN else ""
     return ""
 
 
-def _read_metrics(folder: Path, begun: bool) -> tuple[list[dict[str, Any]], int]:
+def _read_metrics(folder: Path, require_metrics: bool) -> tuple[list[dict[str, Any]], int]:
     """Return the lines of metrics.jsonl, and the number of lines that cannot be read."""
     try:
         text = read_text(folder / "metrics.jsonl", errors="replace")
     except OSError as error:
-        if not begun or (isinstance(error, FileNotFoundError) and (folder / "config.json").exists()):
+        if not require_metrics or (isinstance(error, FileNotFoundError) and (folder / "config.json").exists()):
             return [], 0
         raise UserError(f"{str(folder)!r} holds no run (no readable metrics.jsonl): name a run's folder") from error
     whole, _, rest = text.rpartition("\n")

@@ -100,7 +100,7 @@ def server_of(folders: Sequence[str], port: int) -> ReportServer:
         if not os.path.isdir(folder):
             raise UserError(f"{folder!r} is not a folder: start the run first, or name its folder (--run-dir of the run)")
     try:
-        return ReportServer(folders, port, lambda: page(read_runs(folders, begun=False), refresh=True))
+        return ReportServer(folders, port, lambda: page(read_runs(folders, require_metrics=False), refresh=True))
     except OSError as error:
         cure = "choose another --port, or leave it out for a free one"
         raise UserError(f"--port {port} cannot be used ({error.strerror}): {cure}") from error

@@ -245,9 +245,10 @@ def test_runs_share_colours_if_there_are_more_runs_than_colours(tmp_path):
 def test_a_page_can_be_made_without_runs_or_of_a_run_that_has_not_begun(tmp_path):
     assert "no run to show" in Page(page([])).text
     (tmp_path / "new").mkdir()
-    shown = Page(page(read_runs([str(tmp_path / "new"), make(tmp_path / "run")], begun=False)))
+    shown = Page(page(read_runs([str(tmp_path / "new"), make(tmp_path / "run")], require_metrics=False)))
     assert "new has not logged its first steps" in shown.text
-    (tmp_path / "new" / "config.json").write_text("{}")  # with ``begun=True``, a folder without metrics needs this file
+    # With ``require_metrics=True``, a folder without metrics needs this file.
+    (tmp_path / "new" / "config.json").write_text("{}")
     shown = Page(page(read_runs([str(tmp_path / "new"), str(tmp_path / "run")])))
     assert "new has not logged its first steps" in shown.text
     assert set(paths_of(shown)) == {("1", kind) for kind in ("step", "train", "val", "mean")}
