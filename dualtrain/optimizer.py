@@ -263,7 +263,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         if closure is not None:
-            return self._step_with(closure)
+            return self._step_with_closure(closure)
         self.reducer.begin_step()
         self.synchronize()
         self.reducer.refuse_dropped()
@@ -272,7 +272,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.reducer.renew(stepped=True)
         return result
 
-    def _step_with(self, closure: Callable[[], Any]) -> Any:
+    def _step_with_closure(self, closure: Callable[[], Any]) -> Any:
         def averaged() -> Any:
             self.reducer.refuse_dropped()
             self.reducer.renew()

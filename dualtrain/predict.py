@@ -136,7 +136,7 @@ def _reader(config: dict[str, Any]) -> Callable[[str], torch.Tensor]:
             f"the run's config.json has an invalid value: {wrong[0]} is {given[wrong[0]]!r}; copy the run's folder again"
         )
     options = Options(**given)
-    dataset, number = str(config.get("dataset")), torch.zeros(1, dtype=torch.int64)
+    dataset, sample_indices = str(config.get("dataset")), torch.zeros(1, dtype=torch.int64)
     if dataset == "imagefolder":
         _, geometry, normalized = geometries(options)
 
@@ -144,7 +144,7 @@ def _reader(config: dict[str, Any]) -> Callable[[str], torch.Tensor]:
             read = ImageFiles([(file, 0)], geometry).__getitems__(([0], 0))
             if isinstance(read, UserError):
                 raise read
-            return normalized(read[0], number, 0)
+            return normalized(read[0], sample_indices, 0)
 
         return read_file
     if dataset not in IMAGES:
@@ -154,7 +154,7 @@ def _reader(config: dict[str, Any]) -> Callable[[str], torch.Tensor]:
         )
     mode, side = IMAGES[dataset]
     _, evaluation, _ = transforms_of(dataset, len(mode), side, options)
-    return lambda file: evaluation(_pixels(file, mode, side, dataset), number, 0)
+    return lambda file: evaluation(_pixels(file, mode, side, dataset), sample_indices, 0)
 
 
 def _pixels(file: str, mode: str, side: int, dataset: str) -> torch.Tensor:

@@ -57,39 +57,39 @@ def build(
 
 
 def _build(name: str, shape: Shape, classes: int, pretrained: bool, loaded: bool) -> nn.Module:
-    if pretrained and (":" in name or name in _IMAGES or name in _TEXTS):
+    if pretrained and (":" in name or name in _IMAGE_MODELS or name in _TEXT_MODELS):
         raise UserError(f"--pretrained works with torchvision's models, not with {name!r}: leave --pretrained out")
     if ":" in name:
         return _checked(call_user_code(name, "--model", "(shape, classes)", shape, classes), name)
-    if name in _TEXTS:
-        return _TEXTS[name](_take(name, shape, 1, "texts (length)"), classes)
-    if name in _IMAGES:
-        return _IMAGES[name](_three(name, shape), classes)
+    if name in _TEXT_MODELS:
+        return _TEXT_MODELS[name](_checked_shape(name, shape, 1, "texts (length)"), classes)
+    if name in _IMAGE_MODELS:
+        return _IMAGE_MODELS[name](_image_shape(name, shape), classes)
     from dualtrain.models import classifiers
 
     if name not in classifiers.names():
-        own = ", ".join(sorted([*_IMAGES, *_TEXTS]))
+        own = ", ".join(sorted([*_IMAGE_MODELS, *_TEXT_MODELS]))
         raise UserError(
             f"--model {name!r} is not known: choose one of {own}, a classification model of torchvision "
             "(resnet18, …), or pkg.mod:build"
         )
-    return classifiers.classifier(name, _three(name, shape), classes, pretrained, loaded=loaded)
+    return classifiers.classifier(name, _image_shape(name, shape), classes, pretrained, loaded=loaded)
 
 
 def _freeze(model: nn.Module, name: str) -> None:
-    if name in _TEXTS:
+    if name in _TEXT_MODELS:
         raise UserError(
             f"--freeze-backbone does not work with {name}, whose output layer shares the embedding's weights: omit the flag"
         )
     freeze_backbone(model, find_head(model))
 
 
-def _three(name: str, shape: Shape) -> tuple[int, int, int]:
-    channels, height, width = _take(name, shape, 3, "images (channels, height, width)")
+def _image_shape(name: str, shape: Shape) -> tuple[int, int, int]:
+    channels, height, width = _checked_shape(name, shape, 3, "images (channels, height, width)")
     return channels, height, width
 
 
-def _take(name: str, shape: Shape, dimensions: int, inputs: str) -> Shape:
+def _checked_shape(name: str, shape: Shape, dimensions: int, inputs: str) -> Shape:
     if len(shape) != dimensions:
         raise UserError(f"--model {name} takes {inputs}, and a sample has the shape {tuple(shape)}: choose another --model")
     return shape
@@ -118,11 +118,11 @@ def _kind(tensor: torch.Tensor) -> str:
     return "an inference tensor" if tensor.is_inference() else ""
 
 
-_IMAGES: dict[str, Callable[[tuple[int, int, int], int], nn.Module]] = {
+_IMAGE_MODELS: dict[str, Callable[[tuple[int, int, int], int], nn.Module]] = {
     "convnet": small.convnet,
     "mnist-net": small.mnist_net,
     "mnist-convnet": small.mnist_convnet,
 }
-_TEXTS: dict[str, Callable[[Shape, int], nn.Module]] = {
+_TEXT_MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "bert-small": lambda shape, classes: bert.Bert(classes, shape[0]),
 }

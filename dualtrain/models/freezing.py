@@ -45,7 +45,7 @@ _FROZEN: dict[type[_BatchNorm], type[FrozenNorm]] = {
 @cache
 def _frozen(kind: Any) -> Any:
     """Return the class of frozen layers for a class of BatchNorm layers; make it for a class of the user or a library."""
-    # pickle does not find a class that is made here by its name.
+    # pickle cannot import a class that is made here, so it calls _new(kind) instead.
     reduced = {"__reduce_ex__": lambda self, protocol: (_new, (kind,), vars(self))}
     return _FROZEN.get(kind) or type(f"Frozen{kind.__name__}", (FrozenNorm, kind), reduced)
 

@@ -91,8 +91,8 @@ class RayExecutor:
         self._actors, self._failed = Actors(self._placement, self._settings.placement_group_timeout_s), ""
         try:
             self._make_ranks(dict(extra_env_vars or {}))
-            made = [(executable_cls, executable_args or (), executable_kwargs or {})] * self._placement.num_workers
-            self._get("make", made)
+            arguments = (executable_cls, executable_args or (), executable_kwargs or {})
+            self._get("make", [arguments] * self._placement.num_workers)
         except BaseException:
             self.shutdown()
             raise
@@ -106,12 +106,12 @@ class RayExecutor:
         [(address, secret)] = results([first], self._settings.timeout_s, "the start of rank 0")
         for interface in list(self._settings.nics or ())[:1]:
             variables.setdefault("GLOO_SOCKET_IFNAME", interface)
-        job, each = new_job(), []
+        job, arguments = new_job(), []
         for rank in range(size):
             world = World().placed(rank, hosts)
-            place = spawned(rank, size, address, secret, job, (world.local_rank, world.local_size), "ray")
-            each.append((variables | place | visible_gpus(rank, places),))
-        self._get("set_variables", each)
+            own = spawned(rank, size, address, secret, job, (world.local_rank, world.local_size), "ray")
+            arguments.append((variables | own | visible_gpus(rank, places),))
+        self._get("set_variables", arguments)
 
     def run_remote(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None

@@ -181,7 +181,7 @@ def _meet_by_mpi(world: World, timeout: float) -> Meeting:
     return within(timeout, partial(_share, world, comm.bcast, comm.allgather), what)
 
 
-@atexit.register  # at the import of this module, so that exit handlers that the program adds later may use MPI
+@atexit.register  # at import: exit handlers that the program registers later run before this one, and may use MPI
 def _finalize() -> None:
     """Finalize MPI if this module has initialized it, because mpirun otherwise reports a failure of this process."""
     for mpi in _initialized:

@@ -37,7 +37,7 @@ def agree_on_session(store: KeyValueStore, rank: int, size: int, limit: tuple[fl
         rank: this process's rank.
         size: the number of ranks. Rank 0 does not answer a process that gives a different size, since that process belongs
             to a different attempt.
-        limit: when to stop waiting for the others: the seconds to show in messages, and the value of
+        limit: the end of the wait for the other ranks, as two numbers: the seconds to show in messages, and the value of
             ``time.monotonic()`` at which the wait ends.
 
     Raises:

@@ -156,7 +156,7 @@ def new_death(folder: Path, events: Sequence[Event]) -> Death | None:
     known = failure["cause"], failure["rank"], failure["requested"]
     # Rank 0 may have been killed before it wrote the last step. The rank that recorded the failure knows that step.
     step = max(step, failure.get("step", 0))
-    # Other ranks record the same failure without this value, and may be first.
+    # Other ranks may have recorded the same failure earlier, without this value.
     transient = any(event.get("transient", False) for event in failures)
     return Death(name, failure["time"], *known, step, progress is not None, transient)
 
