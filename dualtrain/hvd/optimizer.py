@@ -129,7 +129,7 @@ class _Optimizer(NativeOptimizer):
         predivide: float,
         process_set: ProcessSet,
     ) -> None:
-        """Initialize. ``__init__`` is not used, because it has the arguments of the wrapped optimizer's class."""
+        """Initialize. ``__init__`` is not called: it is inherited from ``NativeOptimizer``, and needs a backend."""
         self._takes_set_to_none = takes_set_to_none(optimizer)
         self._parameter_names = {p: name for name, p in sorted(named, key=lambda pair: pair[0])}
         self._passes = passes
