@@ -113,9 +113,9 @@ class RankFailedError(RuntimeError):
 
 
 class DivergedError(RuntimeError):
-    """The loss, or a gradient that was sent in fp16, became infinite or NaN.
+    """A loss, a gradient that was sent in fp16, or a weight became infinite or NaN.
 
-    Raised on every rank in the same step, before the weights are updated.
+    Raised on every rank. After a training loss or a gradient, the weights are not updated before the error is raised.
     """
 
 

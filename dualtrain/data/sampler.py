@@ -48,6 +48,6 @@ def _order(samples: int, seed: int, epoch: int) -> torch.Tensor:
     return torch.randperm(samples, generator=generator)
 
 
-def share(batch: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+def part_of_rank(batch: torch.Tensor, rank: int, size: int) -> torch.Tensor:
     """Return the consecutive part of a global batch that ``rank`` processes. The parts' sizes differ by at most 1."""
     return batch.tensor_split(size)[rank]

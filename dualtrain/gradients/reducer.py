@@ -119,7 +119,8 @@ class GradientReducer:
         #: The callback for the end of the running pass. The reference is dead if the pass failed.
         self._ending: weakref.ref[Callable[[], None]] | None = None
         self._refused_pass = False  # whether a pass, which may have changed gradients, was refused since the last reduction
-        #: The round in which a failed backward pass had sent gradients before ``zero_grad`` dropped them; else ``None``.
+        #: The number of the round (one exchange) in which a failed backward pass had sent gradients before ``zero_grad``
+        #: dropped them; else ``None``.
         self._dropped_round: int | None = None
         self.add(named_parameters)
 
@@ -159,12 +160,13 @@ class GradientReducer:
             ValueError: the gradient of a parameter cannot be averaged. None of the parameters is added then.
         """
         if self.closed:
-            self.hooks.known.update(id(p) for _, p in named_parameters)  # don't refuse a step with earlier averages
+            # ``step`` may still use averages from before ``close``. It refuses parameters that are not known.
+            self.hooks.known.update(id(p) for _, p in named_parameters)
         elif self.hooks.add(self, named_parameters):
             self._exchange.laid_out = False
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Refuse to reduce while ``optimizer`` has trained parameters that were not added to this reducer."""
+        """Refuse reductions if ``optimizer`` has a parameter with ``requires_grad`` that was not added to this reducer."""
         self._exchange.refusals.optimizer = optimizer
 
     def close(self) -> None:
@@ -430,6 +432,7 @@ class GradientReducer:
             self.reduce()
 
     def _forget_failed_pass(self) -> None:
+        """Forget the gradients that a failed backward pass has marked ready. Raise BackendError if some were sent."""
         if self._exchange.schedule.next:
             self._refused_pass = True
             self._exchange.refuse_after_failure()

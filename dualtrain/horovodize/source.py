@@ -71,7 +71,7 @@ class Source:
         return after
 
     def alone(self) -> Source:
-        """Return a program that has only this file, and shares no results of :meth:`once`."""
+        """Return a copy of this file that is the only file of its program, and shares no results of :meth:`once`."""
         copied = copy(self)
         copied.files, copied._computed = [copied], {}
         return copied
@@ -79,7 +79,7 @@ class Source:
     def once(self, compute: Callable[[Source], T]) -> T:
         """Return ``compute(self)``, which is called only once.
 
-        Copies of this file, which the repairs of other files make, share the result. So the result must not depend on code
+        A repair of another file copies this object, and the copy shares the result. So the result must not depend on code
         of other files that a repair may change.
         """
         if compute not in self._computed:
@@ -99,7 +99,7 @@ class Source:
     @cached_property
     def layout(self) -> Layout:
         """Positions in the text, for repairs."""
-        # Don't use self.tree: ``if`` in place of ``match`` would falsify the indentation width.
+        # Don't use self.tree, which has ``if`` in place of ``match``, and so a wrong width of indentation.
         return Layout(self.text, ast.parse(self.text))
 
     def _imports_of(self, node: ast.AST) -> Iterator[tuple[str, str]]:
@@ -373,7 +373,7 @@ class Source:
 
     @cached_property
     def definitions(self) -> list[tuple[str, list[str]]]:
-        """Functions, methods and classes: (name, names of the parameters for positional arguments)."""
+        """Functions, methods, and classes with ``__init__``: (name, names of the parameters for positional arguments)."""
         found = []
         for node in self.nodes:
             if isinstance(node, Function):
@@ -384,7 +384,7 @@ class Source:
 
     def positional(self, function: Function) -> list[str]:
         """Return the names of the parameters for positional arguments, without ``self`` or ``cls`` of a method."""
-        names = [word.arg for word in (*function.args.posonlyargs, *function.args.args)]
+        names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
         static = any(last_name(each) == "staticmethod" for each in function.decorator_list)
         return names[isinstance(self.parents[function], ast.ClassDef) and not static :]
 
@@ -396,7 +396,7 @@ class Source:
         """Return the names of the parameters of the function that contains ``node``."""
         scope = self.scope(node)
         given = scope.args if isinstance(scope, Function) else ast.arguments([], [], None, [], [], None, [])
-        return {word.arg for word in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
+        return {each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
         """Yield the nodes that contain ``node``, from the innermost to the outermost."""

@@ -65,7 +65,7 @@ def _scaled_integers(tensor: torch.Tensor, factor: float) -> torch.Tensor:
         exact = _fraction(factor)
         for index in ((tensor >= _EXACT_IN_DOUBLE) | (tensor <= -_EXACT_IN_DOUBLE)).nonzero():
             product = int(int(tensor[tuple(index)]) * exact)
-            if -_INT64 <= product < _INT64:  # otherwise torch would raise an error, which ends the world
+            if -_INT64 <= product < _INT64:  # otherwise torch would raise an error, after which no rank could make calls
                 result[tuple(index)] = product
     return result
 

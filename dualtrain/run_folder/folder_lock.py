@@ -45,7 +45,7 @@ class FolderLock:
 
     Attributes:
         job: the name of this process's job; empty if unknown.
-        run: name of the job that had made the folder's run, or had resumed it last, when this process locked the folder;
+        run: name of the job that made the folder's run or resumed it last, as it was when this process locked the folder;
             empty if unknown.
         generation: the number of this process's generation; 0 without a folder.
     """
@@ -107,7 +107,7 @@ class FolderLock:
         """Return whether an earlier start of this job made the run in the folder, or was the last to resume it."""
         return bool(self.job) and self.job == self.run
 
-    def sign(self) -> None:
+    def record_job(self) -> None:
         """Record in the folder that its run now belongs to this job. Raises OSError."""
         self._write(run=self.job)
 
@@ -141,9 +141,9 @@ class FolderLock:
         return self._superseded.is_set()
 
     def release(self, after: threading.Thread | None = None) -> None:
-        """Unlock the folder, if any, after the end of the thread ``after``, which may write into it.
+        """Unlock the folder, if any. Does not block.
 
-        Does not wait for that thread.
+        While the thread ``after`` runs, it may write into the folder: a new thread then waits for its end, and unlocks.
         """
         if self._released:
             return

@@ -87,8 +87,8 @@ class Trainer:
             operations give different bits each time. With ``None``, a step has one part on each rank, and no shards.
         seed: with ``virtual_ranks``, the seed of all random numbers in forward passes. The generators of torch, numpy and
             Python are seeded before each shard and after each step; after a step they are equal on all ranks. If a
-            program has several trainers, give each a different seed: with equal seeds, they draw the same numbers. Resume
-            these trainers in the order of their last steps.
+            program has several trainers, give each a different seed: with equal seeds, they draw the same numbers. A
+            resume seeds the generators too, so the trainer that took the last step before the save must resume last.
 
     Raises:
         TypeError: ``model`` is not a module, ``optimizer`` is not an optimizer, ``backend`` is not what ``connect()``
@@ -333,9 +333,9 @@ class Trainer:
 
         Returns:
             One dict for each epoch: the mean loss over all ranks' samples or targets and, if the loss counts correct
-            predictions, the accuracy. An ``Objective`` may count them. Cross entropy of class indices counts them, with one
-            exception: for outputs of more than two dimensions, torch's own cross entropy losses count them only if they
-            have class weights, or an ``ignore_index`` other than -100. With class weights, loss and accuracy use these
+            predictions, the accuracy. An ``Objective`` may count them. Cross entropy of class indices counts them. For
+            outputs of more than two dimensions, torch's own cross entropy losses count them only with class weights, or
+            with an ``ignore_index`` other than -100. With class weights, loss and accuracy use these
             weights. Without samples, values are NaN.
 
         Raises:

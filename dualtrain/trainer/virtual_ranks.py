@@ -24,7 +24,7 @@ from dualtrain.backends.sum_order import SumOrder, sum_order
 from dualtrain.backends.wire import same_bits
 from dualtrain.batchnorm import RankNorm, is_synchronized
 from dualtrain.data.draws import derived
-from dualtrain.data.sampler import share
+from dualtrain.data.sampler import part_of_rank
 from dualtrain.data.seeding import seed_cpu
 from dualtrain.errors import UserError
 from dualtrain.functional import without_collectives
@@ -81,7 +81,7 @@ class VirtualRanks:
     def split(self, batch: Tensors) -> list[Tensors | None]:
         """Return this rank's shards of ``batch``, a global batch equal on every rank; ``None`` for an empty shard."""
         numbers = torch.arange(len(batch[1]), device="cpu")
-        parts = [share(numbers, shard, self.count) for shard in self.mine]
+        parts = [part_of_rank(numbers, shard, self.count) for shard in self.mine]
         return [(batch[0][part], batch[1][part]) if len(part) else None for part in parts]
 
     # -- a step -----------------------------------------------------------------------------------------------------

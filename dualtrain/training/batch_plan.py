@@ -9,7 +9,7 @@ import torch
 
 from dualtrain.data import Batch
 from dualtrain.data.draws import derived
-from dualtrain.data.sampler import Sampler, share
+from dualtrain.data.sampler import Sampler, part_of_rank
 
 _VALIDATION_BATCH = 512
 
@@ -40,7 +40,7 @@ class BatchPlan:
 
     def passes(self, batch: torch.Tensor) -> list[Sequence[torch.Tensor]]:
         """Split each of this rank's parts of a global batch into one tensor per backward pass; () for an empty part."""
-        parts = [share(batch, number, self.parts) for number in self.mine]
+        parts = [part_of_rank(batch, number, self.parts) for number in self.mine]
         return [part.tensor_split(min(self.accumulate, len(part))) if len(part) else () for part in parts]
 
     def validation(self, samples: int) -> list[list[Batch]]:

@@ -86,7 +86,7 @@ def train(config: Config, backend: Backend) -> dict[str, Any]:
     Raises:
         RanksDifferError: the ranks have different settings, versions or data, or only some ranks can read a file.
         UserError: a setting cannot be used in this run, or a file that the run needs cannot be read or written.
-        DivergedError: the loss became infinite or not a number.
+        DivergedError: a loss, a gradient that was sent in fp16, or a weight became infinite or not a number.
         BackendError: a rank failed, or the timeout passed.
         NotSavedError: the training ended, but its results could not be written.
         StoppedError: a signal stopped the run, which first tried to save a checkpoint.
@@ -213,7 +213,7 @@ class Run:
             allow_restart(self.folder, lock)
             for name, tree in start.copies.items():
                 checkpoint.write(self.folder / "checkpoints" / name, tree, lock)
-            lock.sign()  # from here on, a restart may resume from the newest checkpoint
+            lock.record_job()  # from here on, a restart may resume from the newest checkpoint
 
         on_rank_zero(self.backend, "run folder", prepare)
         self.records = on_all_ranks(self.backend, "run folder", self._records)
@@ -390,7 +390,7 @@ class Run:
             raise StoppedError(f"{reason}, {saved}", number)
 
     def _describe_save(self) -> str:
-        """Describe where the last checkpoint was saved, or why it was not, and how to continue the run. On rank 0 alone.
+        """Describe where the last checkpoint was saved, or why it was not, and how to continue the run. Call it on rank 0.
 
         Raises:
             SupersededError: another process uses the run's folder now.
@@ -503,7 +503,7 @@ class Run:
         return summary
 
     def _print_opening(self) -> None:
-        """Print what is trained, where, and with which settings. On rank 0 alone."""
+        """Print on rank 0 what is trained, where, and with which settings."""
         if self.backend.rank:
             return
         settings, model, threads = self.config.plain(), self.trainer.model, self.config.run.threads

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dualtrain.data import Batch, load_data
-from dualtrain.data.sampler import Sampler, share
+from dualtrain.data.sampler import Sampler, part_of_rank
 from dualtrain.errors import UserError
 
 
@@ -22,7 +22,7 @@ def test_an_epoch_has_every_sample_once(batch):
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 7])
 def test_a_global_batch_is_split_among_the_ranks_in_order_and_evenly(size):
     batch = Sampler(50, 22, seed=0).batch(0, 1)
-    parts = [share(batch, rank, size) for rank in range(size)]
+    parts = [part_of_rank(batch, rank, size) for rank in range(size)]
     assert torch.equal(torch.cat(parts), batch)
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 

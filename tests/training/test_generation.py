@@ -94,7 +94,7 @@ def test_a_start_on_another_host_replaces_a_process_that_does_not_renew_its_file
     monkeypatch.setattr(first, "_renew", lambda: None)  # renew no file, like a stopped process
     first.job = "one"
     first.take(tmp_path, LIMIT)
-    first.sign()
+    first.record_job()
     monkeypatch.setattr(folder_lock, "identity", lambda: 7)
     with pytest.raises(UserError, match=r"may be used by process .* give a --timeout above 1\.8 s, since at most"):
         FolderLock().take(tmp_path, 0.2)

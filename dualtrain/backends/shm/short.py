@@ -1,7 +1,7 @@
 """Reductions of short tensors: every rank computes the whole result from the values of all ranks.
 
-This needs one signal from each rank, while a reduction by shards needs two. Both reduce the values in rank order, so they
-give the same bits.
+This needs one signal from each rank. A reduction by parts (reduce-scatter, then all-gather) needs two. Both reduce the
+values in rank order, so they give the same bits.
 """
 
 from __future__ import annotations

@@ -65,11 +65,11 @@ class Ours(Contender):
     def feed(self, folder: str, batch: int) -> int:
         """See the base class."""
         from dualtrain.data import Batch, load_data
-        from dualtrain.data.sampler import Sampler, share
+        from dualtrain.data.sampler import Sampler, part_of_rank
 
         train = load_data("mnist", folder).train
         sampler = Sampler(len(train), batch * self.size, 0, False)
-        batches = (Batch(share(sampler.batch(0, n), self.rank, self.size), 0) for n in range(sampler.batches))
+        batches = (Batch(part_of_rank(sampler.batch(0, n), self.rank, self.size), 0) for n in range(sampler.batches))
         return sum(len(targets) for _, targets in train.stream(batches, self.device))
 
     def stall(self, task: Task, folder: Path) -> float:

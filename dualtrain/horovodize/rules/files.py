@@ -116,7 +116,7 @@ def _is_open(source: Source, file: ast.expr) -> bool:
 
 
 def _is_read_by_all(source: Source, file: ast.expr) -> bool:
-    """Return whether every rank may read the file."""
+    """Return whether perhaps all ranks read the file."""
     words = _words(source, file)
     return any(
         bool(words & _words(one, read)) and not Guards.of(one).looks_like_one_rank(call)

@@ -52,6 +52,7 @@ def _is_unknown(source: Source, node: ast.AST) -> bool:
     outer: ast.AST = node
     if isinstance(source.parents[node], ast.Attribute):
         outer = source.parents[node]  # ``self.path`` in ``self.path.format(epoch)``
+    # Only ``self.path`` and ``self.path.format(epoch)`` count, but not ``self.path(epoch)`` and ``self.path.stem``.
     if (outer is not node) is not _is_called(source, outer):
         return False
     if source.name(node) or is_option(source, node) or any(True for _ in origins(source, node)):

@@ -83,7 +83,7 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
         if guards.is_without_horovod(call) or (given is not None and _is_unchanged(source, given, call)):
             continue
         changed = "the weights"
-        if given is not None and _is_wrapped_apart(source, call, given):
+        if given is not None and _gets_plain_optimizer(source, call, given):
             if not _shows_decay(source, given):
                 continue  # the step changes no weights, and Horovod's wrapper does not take over the state
         elif given is None or not _may_be_wrapped_later(source, call, given):
@@ -96,7 +96,7 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
         return
 
 
-def _is_wrapped_apart(source: Source, call: ast.Call, optimizer: ast.expr) -> bool:
+def _gets_plain_optimizer(source: Source, call: ast.Call, optimizer: ast.expr) -> bool:
     """Return whether ``call`` gets the plain optimizer, although the function around ``call`` also makes a wrapper of it.
 
     The wrapper has a different name, or is made later.
@@ -149,7 +149,8 @@ def _is_zero(source: Source, decay: ast.expr | None) -> bool:
 def _is_unchanged(source: Source, optimizer: ast.expr, call: ast.Call, depth: int = 0) -> bool:
     """Return whether a step with gradients of zeros certainly has no effect on the training with ``optimizer``.
 
-    True for SGD without weight decay, and for Adagrad, which Horovod does not step because it has a state from the start.
+    True for SGD that certainly has no weight decay and no dampening, which torch leaves out in a first step. True also for
+    Adagrad, which Horovod does not step because it has a state from the start.
     """
     if not isinstance(optimizer, ast.Call):
         text = ast.unparse(optimizer)
@@ -160,7 +161,7 @@ def _is_unchanged(source: Source, optimizer: ast.expr, call: ast.Call, depth: in
     if (inner := _unwrapped(source, optimizer)) is not optimizer:
         return _is_unchanged(source, inner, call, depth + 1)
     if source.name(optimizer.func) == "torch.optim.SGD":
-        known = len(optimizer.args) < 4 and all(word.arg not in (None, "dampening") for word in optimizer.keywords)
+        known = len(optimizer.args) < 4 and all(each.arg not in (None, "dampening") for each in optimizer.keywords)
         return known and _is_zero(source, keyword(optimizer, "weight_decay"))
     return source.name(optimizer.func) == "torch.optim.Adagrad"
 
