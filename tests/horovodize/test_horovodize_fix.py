@@ -62,7 +62,7 @@ REPAIRS = [
     ),
     (
         "loss.backward()\nclip_grad_norm_(p, 1)\nwith other.skip_synchronize():\n    optimizer.step()\n",
-        None,  # not repaired: the step averages gradients
+        None,  # not repaired: the block is of another optimizer, so this step averages gradients
     ),
     (
         "loss.backward()\nclip_grad_norm_(p, 1)\noptimizer.synchronize()\nwith optimizer.skip_synchronize():\n"
@@ -78,7 +78,7 @@ REPAIRS = [
         "loss.backward()\nclip_grad_norm_(p, 1)\nwith optimizer.skip_synchronize():\n    optimizer.step(closure)\n",
         None,  # not repaired: the closure makes new gradients
     ),
-    ("loss.backward()\nwith optimizer.skip_synchronize():\n    optimizer.step(closure)\n", None),  # not repaired, too
+    ("loss.backward()\nwith optimizer.skip_synchronize():\n    optimizer.step(closure)\n", None),  # likewise
     ("for x in data: loss.backward(); clip_grad_norm_(p, 1); optimizer.step()\n", None),
     *(  # not repaired: another call passes an optimizer that is not wrapped
         (
@@ -270,7 +270,8 @@ def test_a_step_is_not_repaired_if_its_optimizer_may_lack_synchronize(start):
     assert any("clipped" in finding.message for finding in result.left)
 
 
-#: (imports, imports after --fix). If --fix changes nothing: None if a finding says why, "" if Horovod is not imported.
+#: (imports, imports after --fix). If --fix changes nothing, the second item is None if a finding says why,
+#: and "" if Horovod is not imported.
 IMPORTS = [
     ("import os, horovod.torch as hvd  # é", "import os, dualtrain.hvd as hvd  # é"),
     ("from horovod.torch import (allreduce,\n  rank as r)", "from dualtrain.hvd import (allreduce,\n  rank as r)"),
@@ -280,7 +281,7 @@ IMPORTS = [
         "import horovod.torch as hvd\nfrom horovod.torch.elastic import run\nfrom horovod.common.exceptions import E",
         "import dualtrain.hvd as hvd\nfrom dualtrain.hvd.elastic import run\nfrom dualtrain.hvd.exceptions import E",
     ),
-    (
+    (  # the import in ``try`` neither changes nor prevents the change of the other import
         "try:\n    import horovod.tensorflow as x\nexcept ImportError: x = None\nimport horovod.torch as hvd",
         "try:\n    import horovod.tensorflow as x\nexcept ImportError: x = None\nimport dualtrain.hvd as hvd",
     ),

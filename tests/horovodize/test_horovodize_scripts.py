@@ -1,4 +1,4 @@
-"""Complete training scripts, similar to Horovod's examples, which run under horovodize on one or two ranks."""
+"""Complete training scripts, similar to Horovod's examples. Each script runs under horovodize on one or two ranks."""
 
 from __future__ import annotations
 
@@ -327,7 +327,7 @@ def train(state):
             else:
                 state.check_host_updates()
             if (state.epoch, state.batch) == (1, 3) and not resets:
-                # As if a rank had failed in a collective; in this test all ranks still run.
+                # Raise this as if another rank had failed in a collective. In this test, no rank fails.
                 raise hvd.HorovodInternalError("lost")
             optimizer.zero_grad()
             loss = F.cross_entropy(model(images), labels)

@@ -977,7 +977,7 @@ def test_a_failed_run_whose_processes_hang_at_exit_is_ended_before_its_timeout(r
 
 
 def test_a_full_disk_for_temporary_files_is_reported_with_the_cure():
-    """The disk is full when the folder of a run is made."""
+    """The disk is full when the folder of a run is made. An error of another kind is raised unchanged."""
     with (
         pytest.raises(
             UserError, match=r"^cannot write to '.*' \(No space left on device\): free space there, or set TMPDIR"
@@ -1010,7 +1010,8 @@ def hold_workspace(connection):
     connection.recv()
 
 
-# killed: whether the process in the workspace is killed. sent: the signal to the process that removes the folders.
+# killed: whether the process that runs ``with workspace()`` is killed.
+# sent: the signal to the process that removes the folders.
 @pytest.mark.parametrize(("killed", "sent"), [(False, None), (True, None), (True, signal.SIGTERM), (False, signal.SIGKILL)])
 def test_processes_and_folders_of_the_runs_are_removed(killed, sent, tmp_path, monkeypatch):
     """The runs' processes and folders disappear when ``with workspace()`` ends or the process that runs it is killed.
@@ -1171,7 +1172,8 @@ def collected(simulated, monkeypatch):
     return collected
 
 
-#: Runs as pairs of a kind and a number of steps. A record replaces the first of the runs FIRST; SPEED measures the speed.
+#: Runs as pairs of a kind and a number of steps. Each proof starts with the runs FIRST. If there is a record, it
+#: replaces the run on Horovod. The runs SPEED measure the speed.
 #: A run of 50 steps summarizes its weights after steps 1, 2, 5, 10, 20, 37 and 50. Most shorter runs end at one of these.
 FIRST = [("Horovod", 50), ("compat", 50)]
 SPEED = [("plain", 8), ("Horovod", 8), ("Horovod", 8), ("plain", 8)]

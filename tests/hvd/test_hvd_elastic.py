@@ -262,7 +262,7 @@ def test_a_reset_drops_updates_and_runs_the_callbacks_in_order():
 
 
 def recorded(fail_in_sync=()):
-    """Return a state that records the methods that ``run`` calls. Its first calls of ``sync`` raise ``fail_in_sync``."""
+    """Return a state that records the methods that ``run`` calls. The first calls of ``sync`` raise the given errors."""
     held = mock.Mock()
     held.sync.side_effect = [*fail_in_sync, *[None] * 9]
     return held

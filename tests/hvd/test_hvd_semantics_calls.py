@@ -12,6 +12,7 @@ import torch
 from dualtrain.hvd.arithmetic import Average, finished, scaled
 from tests.hvd.worlds import EVERY, OURS_2, PAIR, check, library, mean_of_ranks, same, sum_of_ranks
 
+# Dtypes that Horovod reduces (REDUCED), that its other calls send (MOVED), and that it refuses (ONLY_OURS).
 FLOATS = [torch.float16, torch.float32, torch.float64]
 REDUCED = [torch.int32, torch.int64, *FLOATS]
 MOVED = [*REDUCED, torch.uint8, torch.int8, torch.int16]
@@ -121,7 +122,7 @@ def test_integer_averages_with_a_factor_are_exact():
     large = torch.tensor([3 * 2**55, -3 * 2**55])
     assert scaled(large, 1 / 3).tolist() == [2**55, -(2**55)]
     assert scaled(torch.tensor([-(2**63)]), 1 / 3).tolist() == [-(2**63 // 3)]  # its absolute value does not fit into int64
-    for factor in (2.5, 1e30, -1e19, inf, nan):  # the products do not fit: no error
+    for factor in (2.5, 1e30, -1e19, inf, nan):  # the products do not fit into the dtype, but no error is raised
         for values in (torch.tensor([-(2**63), 2**62]), torch.tensor([3, -(2**31)], dtype=torch.int32)):
             assert scaled(values, factor).shape == finished(values, Average, 2, factor).shape == (2,)
 

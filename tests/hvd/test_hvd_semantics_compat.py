@@ -137,6 +137,7 @@ class Factored(torch.optim.SGD):
 
 
 def remade(hvd):
+    """Wrap an optimizer whose attribute ``factor`` Horovod resets to its default, because it makes the optimizer again."""
     model = model_of()
     return trained(hvd, model, hvd.DistributedOptimizer(Factored(model.parameters(), factor=0.5), model.named_parameters()))
 
@@ -236,7 +237,8 @@ def fresh_with_other_steps(backend):
         layer = nn.Embedding(2, 2, sparse=True)
         optimizer = torch.optim.SparseAdam(layer.parameters())
         hvd.broadcast_optimizer_state(optimizer, 0)
-        layer(torch.tensor([1])).sum().backward()  # this gradient is added to the broadcast's zeros: they must be sparse
+        # Autograd adds this gradient to the zeros that the broadcast has left, so the zeros must be sparse.
+        layer(torch.tensor([1])).sum().backward()
         optimizer.step()
         assert layer.weight.grad.is_sparse
     with library(backend, DUALTRAIN_HVD_COMPAT="1") as hvd:

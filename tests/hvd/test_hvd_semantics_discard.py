@@ -81,7 +81,7 @@ def without_zero_grad(backend, op, numel):
         program.optimizer.add_param_group({"params": [added]})
         added.sum().backward()
         program.backward(100.0)
-        hvd.barrier()  # the sums may arrive now
+        hvd.barrier()  # gives the sums time to arrive before the step is discarded
         program.optimizer.load_state_dict(program.optimizer.state_dict())
         assert program.a.grad is program.b.grad is added.grad is None
         assert program.step(rank + 1.0) == [{"Sum": sum(range(1, size + 1)), "Max": size}[op]] * 2

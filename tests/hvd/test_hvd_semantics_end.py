@@ -275,7 +275,7 @@ def calls_of_children(backend):
         optimizer.step()
 
         def child():
-            p.grad = None  # in memory that the ranks share
+            p.grad = None  # autograd would add to p.grad, which is in memory that the ranks share
             for call in (lambda: hvd.allreduce(torch.ones(2), name="x"), lambda: (100 * p.sum()).backward()):
                 with pytest.raises(
                     hvd.mpi_ops.HorovodInternalError, match=f"this process was forked from rank {hvd.rank()}"

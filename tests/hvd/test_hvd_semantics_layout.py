@@ -26,9 +26,10 @@ class Program:
 
 
 def in_the_next_world(backend, op, before):
-    """Keep an optimizer over ``shutdown`` and ``init``; unfreeze a parameter after ``init``, or with ``before`` before it.
+    """Keep an optimizer over ``shutdown`` and ``init``. Unfreeze a parameter before or after ``init``.
 
-    If ``before`` says so, rank 0 alone has already added the parameter to the layout.
+    If ``before`` is empty, unfreeze it after ``init``. The third value of ``before`` makes rank 0 alone add the parameter
+    to the layout before ``shutdown``.
     """
     with library(backend) as hvd:
         program = Program(hvd, op)

@@ -592,7 +592,7 @@ def test_a_closure_may_synchronize_by_itself(real):
 
 
 def closures_that_leave_gradients_local(backend):
-    """Step in ``skip_synchronize()``, with gradients that are not combined on both ranks, or only on rank 1."""
+    """Step in ``skip_synchronize()`` while both ranks, or only rank 1, have a gradient that is not combined yet."""
     with library(backend) as hvd:
         p, optimizer = wrapped(hvd, op=hvd.Sum)
 

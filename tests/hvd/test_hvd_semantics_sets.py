@@ -201,7 +201,7 @@ def barriers(backend, folder):
         pair = hvd.add_process_set([0, 1])
         hvd.barrier()
         if me == 1:
-            time.sleep(0.15)  # if the barrier does not wait for rank 1, rank 0 leaves it in this time
+            time.sleep(0.15)  # if the barrier did not wait for rank 1, rank 0 would leave it in this time
             (folder / "enters 1").touch()
         if me == 2:
             # Ranks 0 and 1 must leave the barrier of their set before rank 2 enters its next barrier.
