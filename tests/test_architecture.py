@@ -378,7 +378,7 @@ def test_only_the_console_module_prints():
     assert calls == {"console.py"}
 
 
-def test_importing_the_package_loads_no_heavy_module():
+def test_importing_the_package_loads_no_heavy_module_and_its_signals_load_only_errors_and_version():
     program = f"import sys, dualtrain; print(*sorted(set({HEAVY}) & set(sys.modules)))\n"
     # The handler of Ctrl-C must be installed early, so its module may import only a few other modules.
     program += "import dualtrain.training.signals; print(*(name for name in sys.modules if name.startswith('dualtrain.')))"

@@ -498,7 +498,7 @@ def test_weights_that_cannot_be_copied_into_a_model_are_refused(tmp_path, state,
         ("labels", lambda data: data[:4] + b"\0\0\0\0", "40 images and .* 0 labels"),
     ],
 )
-def test_mnist_files_of_other_types_shapes_and_labels_are_refused(tmp_path, what, change, part):
+def test_mnist_files_of_wrong_types_shapes_counts_or_labels_are_refused(tmp_path, what, change, part):
     write_mnist(tmp_path)
     path = next((tmp_path / "MNIST" / "raw").glob(f"train-{what}*"))
     path.write_bytes(change(path.read_bytes()))

@@ -214,7 +214,7 @@ REPAIRS = [
 
 
 @pytest.mark.parametrize(("before", "after"), REPAIRS)
-def test_a_repair_changes_only_its_lines(before, after):
+def test_a_script_is_repaired_as_expected_or_keeps_its_text_and_a_trap(before, after):
     result = repair(Source(START + before))
     assert result.source.text == START + (before if after is None else after)
     assert bool(result.fixed) == (after is not None)
@@ -380,7 +380,7 @@ def test_no_repair_calls_a_name_that_may_hold_a_number(more, repaired):
     assert text.endswith("if rank() == 0:\n    torch.save(x, 'x')\n") is repaired
 
 
-def test_a_rank_from_a_function_of_the_program_becomes_a_call_of_horovod(tmp_path):
+def test_a_device_from_the_programs_own_rank_function_becomes_the_local_rank(tmp_path):
     (tmp_path / "ranks.py").write_text(f"{HEAD}def get_rank():\n    return hvd.rank()\n")
     script = tmp_path / "script.py"
     script.write_text(f"import ranks\n{HEAD}torch.cuda.set_device(ranks.get_rank())\n")
@@ -429,7 +429,7 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_all_other_bytes_of_a_script_stay_unchanged(tmp_path, form, capsys):
+def test_repairs_leave_all_other_bytes_of_a_script_unchanged(tmp_path, form, capsys):
     script = tmp_path / "script.py"
     data = FORMS[form]
     script.write_bytes(data)

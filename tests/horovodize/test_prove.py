@@ -389,7 +389,7 @@ def test_tensors_that_differ_after_the_last_step_are_found(simulated):
     assert (found.names, found.at_end) == (("bias",), True)
 
 
-def test_parameters_of_an_added_parameter_group_are_compared(simulated):
+def test_parameters_that_a_script_adds_or_removes_later_are_compared(simulated):
     def add(change):
         def act(models, optimizers):
             extra = nn.Parameter(torch.full((3,), change))
@@ -1271,7 +1271,7 @@ def test_full_runs_are_added_if_short_runs_would_prove_less(script, rounds, furt
     assert evidence.compat is None
 
 
-def test_the_verdict_shows_how_far_horovods_defects_change_the_weights(collected):
+def test_the_verdict_shows_the_speed_and_how_far_horovods_defects_change_the_weights(collected):
     evidence, _ = collected(Script("step 30", "step 30", "", first_defect=30))
     [place, without] = verdict_of(evidence, []).details
     assert place == "train.py:12: it takes a step"

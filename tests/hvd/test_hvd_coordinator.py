@@ -113,7 +113,7 @@ def test_reductions_skip_joined_ranks_and_a_broadcast_fails():
     assert harness.answers(0, "do") == []  # the joins have ended: the call waits for all ranks
 
 
-def test_joined_ranks_send_zeros_once_all_other_ranks_know_of_the_join():
+def test_joined_ranks_send_zeros_only_after_all_other_ranks_know_of_the_join():
     """Joined ranks wait until all other ranks have requested zeros.
 
     A rank that requests zeros knows of the join, and so divides by the right number of ranks.

@@ -316,7 +316,7 @@ def test_init_neither_initializes_cuda_nor_makes_the_default_process_group(real)
     real(initializes_for_cpus, free_port())
 
 
-def test_hvd_leaves_the_callback_of_a_backend_that_the_program_passed():
+def test_hvd_calls_and_keeps_the_failure_callback_of_a_backend_that_the_program_passed():
     hvd, received = ours(), []
     with dualtrain.connect("local", world=World(0, 1, 0, 1, launcher="none")) as backend:
         report = backend.watch.on_peer_failure = received.append
@@ -413,7 +413,7 @@ hvd.allreduce(torch.ones(2), name="loss")
 
 
 @pytest.mark.parametrize("when", ["at once", "late"])
-def test_an_uncaught_exception_of_a_rank_is_the_reason_that_the_others_get(tmp_path, when):
+def test_an_uncaught_exception_of_a_rank_is_named_in_the_error_of_the_other_rank(tmp_path, when):
     ends = run_ranks(2, ("-c", RAISING, when), tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert [end.returncode for end in ends] == [1, 1]
     assert "HorovodInternalError: rank 1 stopped: ValueError: a bug on one rank" in ends[0].stderr

@@ -56,7 +56,7 @@ def each_in_a_new_world(backend):
 
 
 @OURS_2
-def test_calls_that_hang_in_horovod_do_not_hang_in_dualtrain(real):
+def test_calls_that_hang_or_crash_in_horovod_return_or_raise_in_dualtrain(real):
     real(each_in_a_new_world)
     real.leave()
 

@@ -65,7 +65,7 @@ def identities(backend):
 
 
 @EVERY
-def test_joined_ranks_contribute_the_identity_element(real):
+def test_joined_ranks_contribute_the_identity_element_in_dualtrain_and_zeros_in_horovod(real):
     last = real(identities)
     assert last == last[:1] * real.size
     assert last[0] < real.size - 1
@@ -230,7 +230,7 @@ def made_after_a_join(backend):
 
 
 @OURS
-def test_an_optimizer_of_maxima_may_be_made_after_a_join(real):
+def test_an_optimizer_with_op_max_may_be_made_after_a_join(real):
     found = real(made_after_a_join)
     assert found == [-1.0 if rank == 1 else -2.0 for rank in range(len(found))]
 
@@ -363,7 +363,7 @@ def other_numbers(backend, op):
 
 @pytest.mark.parametrize("op", ["Average", "Max"])
 @OURS_2
-def test_joining_is_an_error_if_another_rank_may_use_either_of_two_equal_optimizers(real, op):
+def test_joining_is_an_error_if_ranks_have_different_numbers_of_equal_optimizers(real, op):
     real(other_numbers, op)
 
 

@@ -54,7 +54,7 @@ def in_the_next_world(backend, op, before):
 @pytest.mark.parametrize("before", ["", "init", "init, already added on rank 0"])
 @pytest.mark.parametrize("op", ["Sum", "Max"])
 @OURS
-def test_a_parameter_unfrozen_between_two_worlds_is_reduced(real, op, before):
+def test_a_parameter_unfrozen_before_or_after_a_second_init_is_reduced(real, op, before):
     found = real(in_the_next_world, op, before)
     assert found == found[:1] * len(found)
 

@@ -230,7 +230,7 @@ def recognized(backend):
 
 
 @PAIR
-def test_type_checks_of_a_wrapped_optimizer_have_the_same_results_as_with_horovod(real):
+def test_checks_that_recognize_hvd_objects_have_the_same_results_as_with_horovod(real):
     expected = {
         "class": False,
         "Adasum": False,
@@ -345,7 +345,7 @@ def check_against_one_process(real, train):
 
 
 @OURS_2
-def test_a_second_optimizer_may_step_parameters_of_the_first_once_they_are_unfrozen(real):
+def test_a_second_optimizer_may_step_parameters_of_the_first_after_they_are_unfrozen(real):
     check_against_one_process(real, trained_then_unfrozen)
 
 

@@ -61,7 +61,7 @@ def test_decoded_arrays_equal_the_encoded_ones(array):
 
 
 @pytest.mark.parametrize("value", [print, OfTheUser(), OfTheUser, lambda: 0, [eval], nn.Linear(1, 1), ...])
-def test_code_is_refused_on_the_sending_rank(value):
+def test_objects_of_classes_that_are_not_allowed_are_refused_on_the_sending_rank(value):
     with pytest.raises(TypeError, match="cannot be sent"):
         objects.encode(value)
 

@@ -134,7 +134,7 @@ def test_ray_executor_refuses_bad_arguments(given, said):
         RayExecutor(None, **given)
 
 
-def test_gpus_of_a_host_are_visible_to_all_of_its_ranks():
+def test_gpus_of_a_host_are_reserved_in_one_bundle_and_visible_to_all_of_its_ranks():
     from dualtrain.ray.executor import visible_gpus
     from dualtrain.ray.settings import placement
 
