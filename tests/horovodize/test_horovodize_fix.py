@@ -291,9 +291,9 @@ IMPORTS = [
         "import horovod.torch as hvd\nfrom horovod.spark import run\nfrom horovod.ray import RayExecutor",
         "import dualtrain.hvd as hvd\nfrom dualtrain.spark import run\nfrom dualtrain.ray import RayExecutor",
     ),
-    *(  # not changed: without Horovod, the script would not use dualtrain, and each rank would train alone
-        (f"{asks}\nimport horovod.torch as hvd", None)
-        for asks in (
+    *(  # not changed: without Horovod, the script might not call hvd.init(), so each rank would train alone
+        (f"{check}\nimport horovod.torch as hvd", None)
+        for check in (
             "try:\n    import horovod\nexcept ImportError: x = None",
             "x = importlib.util.find_spec('horovod') is not None",
             "x = importlib.util.find_spec(name='horovod') is not None",

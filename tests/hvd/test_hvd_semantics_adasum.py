@@ -23,14 +23,14 @@ def reference(vectors):
     return reference(above + vectors[len(above) * 2 :])
 
 
-def vectors(size, what):
+def vectors(size, kind):
     """Return one vector per rank."""
     values = np.random.default_rng(7).standard_normal((size, 3, 5))
-    if what == "equal":
+    if kind == "equal":
         values[:] = values[0]
-    if what == "orthogonal":
+    if kind == "orthogonal":
         values = np.eye(size, 15).reshape(size, 3, 5) * 3
-    if what == "some zero":
+    if kind == "some zero":
         values[-1] = 0
     return list(values)
 

@@ -29,9 +29,9 @@ def uneven_backwards(backend, kind):
                 if has_b:
                     (b * (me + 1)).sum().backward()
             optimizer.step()
-            sharing = {"some": 1, "alternating": step % size + 1, "joint": sum_of_ranks(size)}[kind]
+            sum_of_b = {"some": 1, "alternating": step % size + 1, "joint": sum_of_ranks(size)}[kind]
             torch.testing.assert_close(a.grad, torch.tensor([mean_of_ranks(size)]))
-            torch.testing.assert_close(b.grad, torch.tensor([sharing / size]))
+            torch.testing.assert_close(b.grad, torch.tensor([sum_of_b / size]))
             optimizer.zero_grad()
 
 

@@ -232,7 +232,7 @@ def test_no_defect_is_recorded_for_a_script_that_triggers_none(real):
     assert real(harmless) == [[], []]
 
 
-def fresh_with_other_steps(backend):
+def fresh_sparse_adam_and_lbfgs(backend):
     with library(backend) as hvd:
         layer = nn.Embedding(2, 2, sparse=True)
         optimizer = torch.optim.SparseAdam(layer.parameters())
@@ -254,4 +254,4 @@ def fresh_with_other_steps(backend):
 
 @PAIR
 def test_fresh_optimizers_whose_step_needs_sparse_gradients_or_a_closure_are_broadcast(real):
-    real(fresh_with_other_steps)
+    real(fresh_sparse_adam_and_lbfgs)

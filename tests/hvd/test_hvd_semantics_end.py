@@ -87,13 +87,13 @@ def too_slow(backend, gradients):
         if hvd.rank() == 1:
             # The other ranks wait too long, which shuts the world down before this rank makes its call.
             assert wait_until(lambda: hvd.mpi_ops._basics.engine().down is not None)
-            what = lambda: hvd.allreduce(torch.ones(1))  # noqa: E731
+            call = lambda: hvd.allreduce(torch.ones(1))  # noqa: E731
         else:
-            what = optimizer.step if gradients else lambda: hvd.allreduce(torch.ones(1), name="loss")
+            call = optimizer.step if gradients else lambda: hvd.allreduce(torch.ones(1), name="loss")
             if gradients:
                 p.sum().backward()  # backward must not wait
         with pytest.raises(hvd.mpi_ops.HorovodInternalError, match="STALL_SHUTDOWN") as info:
-            what()
+            call()
         assert ("gradients" if gradients else "allreduce.loss") in str(info.value)
         assert "for rank 1" in str(info.value)
         with pytest.raises(hvd.mpi_ops.HorovodInternalError):

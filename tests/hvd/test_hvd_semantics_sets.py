@@ -232,20 +232,20 @@ def optimizer_of_a_set(backend):
             (p.sum() * (me + 1)).backward()
             optimizer.step()
         assert p.tolist() == [-4.0, -4.0]  # two steps by 2: the mean of 1 and 3 on ranks 0 and 2, and rank 1's own gradient
-        factor = hvd.DistributedOptimizer(
+        predivided = hvd.DistributedOptimizer(
             torch.optim.SGD([p], 1.0), [("p", p)], gradient_predivide_factor=2.0, process_set=pair
         )
-        factor.zero_grad()
+        predivided.zero_grad()
         (p.sum() * (me + 2)).backward()
-        factor.step()
+        predivided.step()
         assert p.tolist() == [-7.0, -7.0]
         if me != 1 and backend.name == "torch":
-            factor.zero_grad()
+            predivided.zero_grad()
             p.data = p.data.double() if me == 2 else p.data
             (p.sum() * me).backward()
             # The error names the rank in the job, not rank 1 of the set.
             with pytest.raises(hvd.HorovodInternalError, match=r"^rank 2: parameter 'p' was float32"):
-                factor.step()
+                predivided.step()
         # No rank may shut down before all have stepped: if a step makes a process group, all ranks must take part.
         hvd.barrier()
 

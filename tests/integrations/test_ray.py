@@ -93,13 +93,13 @@ ray.shutdown()
 failure(one_host.start)
 """
     )
-    raised, ended, died, beside, runs, crowded, spread, packed, stopped = map(json.loads, lines)
+    raised, ended, died, raised_alone, rank_0_runs, crowded, spread, packed, stopped = map(json.loads, lines)
     assert raised[0]  # the error is also a ValueError
     assert "ValueError: no such thing" in raised[2]
     assert "rank 1 of 2" in raised[2]
     assert ended[1:] == ["UserError", "RayExecutor has no workers, because run() has failed: call start() first"]
     assert "rank-1-of-2" in died[2]
-    assert (beside[0], runs) == (True, False)  # after rank 1's failure, rank 0's process was ended too
+    assert (raised_alone[0], rank_0_runs) == (True, False)  # after rank 1's failure, rank 0's process was ended too
     assert crowded[1:] == ["UserError", crowded[2]]
     assert "could not reserve 3 times {'CPU': 1} within 2 s" in crowded[2]
     assert "could not reserve 2 times {'CPU': 1} within 2 s" in spread[2]

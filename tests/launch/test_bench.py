@@ -22,8 +22,8 @@ def test_a_small_run_writes_its_files_and_all_contenders_end_with_the_same_weigh
     )  # fmt: skip
     assert end.returncode == 0, end.stderr
     found = json.loads((tmp_path / "out" / "bench.json").read_text())
-    there = {name for name, column in found["samples"].items() if column[0] is not None}
-    assert there | {"fabric"} == set(contenders.split(",")), end.stderr
+    measured = {name for name, column in found["samples"].items() if column[0] is not None}
+    assert measured | {"fabric"} == set(contenders.split(",")), end.stderr
     compared = [r for r in found["rows"] if r["job"] in ("tiny", "small")]
     assert len(compared) >= 2 * 3
     apart = [r for r in compared if not r["group"].endswith("in the same processes")]

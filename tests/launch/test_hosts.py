@@ -59,10 +59,10 @@ class Job:
         found = {host.name: {rank_of(pid) for pid in host.processes()} for host in self.cluster.hosts}
         return {name: {rank for rank in ranks if rank is not None} for name, ranks in found.items()}
 
-    def until(self, what: Callable[[], bool], seconds: float) -> None:
-        """Block until ``what()`` is true; fail the test after ``seconds``."""
+    def until(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Block until ``condition()`` is true; fail the test after ``seconds``."""
         deadline = time.monotonic() + seconds
-        while not what():
+        while not condition():
             if time.monotonic() > deadline:
                 pytest.fail(f"not within {seconds:g} s; running: {self.cluster.processes()}; printed: {self.output()}")
             time.sleep(0.1)
