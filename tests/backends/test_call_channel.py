@@ -154,7 +154,10 @@ def test_the_limit_of_data_in_a_frame_decreases_with_the_number_of_ranks():
 
 
 def answered(messages):
-    """Return what each rank reads from rank 0's reply. A message is a pair: a list of numbers, and data."""
+    """Return what each rank reads from rank 0's reply.
+
+    A message is a pair: the call's fingerprint and extent (for example its number of rows), and the data or None.
+    """
     size = len(messages)
     root, *others = (CallBuffers(rank, size, MOST(size)) for rank in range(size))
     root.message(*messages[0])
@@ -197,10 +200,11 @@ def test_the_length_of_chunks_does_not_change_the_bits_of_a_reduction(size, op, 
 
 
 def test_the_reply_has_a_result_only_if_the_calls_agree():
-    for number, has_result in ((5, True), (~5, True), (6, False)):
+    # ~5 is the fingerprint 5 of a rank whose ``Backend.flag`` is set.
+    for fingerprint, has_result in ((5, True), (~5, True), (6, False)):
         datas = [Reduction(torch.tensor([1.0, 2.0 + rank]), ReduceOp.SUM) for rank in range(2)]
-        numbers = answered([([5, 0], datas[0]), ([number, 7], datas[1])])
-        assert numbers == ([[5, 0], [number, 7]],) * 2
+        numbers = answered([([5, 0], datas[0]), ([fingerprint, 7], datas[1])])
+        assert numbers == ([[5, 0], [fingerprint, 7]],) * 2
         results = [None if one.result is None else one.result.tolist() for one in datas]
         assert results == [[2.0, 5.0] if has_result else None] * 2
 

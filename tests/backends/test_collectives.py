@@ -276,7 +276,7 @@ def test_results_have_no_autograd_history_and_leaf_tensors_may_be_reduced_in_pla
 
 
 def same_bits_everywhere(backend):
-    """Compare ``allreduce`` with the library's all-reduce.
+    """Compare the results of ``allreduce`` between the ranks, and with those of the library's all-reduce.
 
     ``allreduce`` uses the library's all-reduce only for long tensors. Short tensors are sent in the messages that compare
     the ranks' calls.
@@ -294,7 +294,7 @@ def same_bits_everywhere(backend):
             assert bool((everyone == everyone[0]).all())
 
 
-def test_all_ranks_get_the_same_bits(spmd):
+def test_all_ranks_get_the_bits_of_the_librarys_all_reduce(spmd):
     spmd(same_bits_everywhere)
 
 
@@ -498,7 +498,7 @@ def alltoall_equally(backend, dtype):
     assert tuple(result.shape) == (2 * backend.size, 3)
 
 
-def test_alltoall_without_splits_sends_equally_many_rows(typical):
+def test_alltoall_without_splits_sends_equally_many_rows_to_each_rank(typical):
     typical.each(alltoall_equally, [(dtype,) for dtype in MOVABLE], AS_BYTES)
 
 
@@ -515,7 +515,7 @@ def alltoall_by_splits(backend):
             assert (received.dtype, received.device.type) == (torch.int32, "cpu")
 
 
-def test_alltoall_does_not_send_rows_beyond_the_splits(spmd):
+def test_alltoall_with_splits_sends_only_their_rows_and_returns_the_received_counts(spmd):
     spmd(alltoall_by_splits)
 
 
@@ -640,12 +640,12 @@ def wrong_groups(backend):
             backend.group(ranks)
 
 
-def test_groups_without_ranks_or_with_unknown_ranks_are_refused(spmd):
+def test_groups_with_no_ranks_repeated_ranks_or_unknown_ranks_are_refused(spmd):
     spmd(wrong_groups)
 
 
 def errors_of_a_group(backend):
-    """Cause errors in a group of ranks 1 and 3, whose own ranks are 0 and 1; return their messages."""
+    """Cause errors in a group of ranks 1 and 3, which are ranks 0 and 1 of the group; return the messages of the errors."""
     group = backend.group([1, 3])
     if group is None:
         return None
@@ -1190,7 +1190,7 @@ def test_every_pair_of_different_calls_is_an_error_on_every_rank(many):
 
 
 def after_other_sums(backend):
-    """Make a call after rank r has started r sums of gradients. The device "meta" stands for a GPU.
+    """Make a call on the device "meta", which stands for a GPU, as if each rank r had started r sums of gradients there.
 
     On a GPU, NCCL runs calls and sums of gradients in one group, so all ranks must start them in the same order.
     """
@@ -1388,8 +1388,8 @@ def fails_after_the_comparison(backend):
         backend.barrier()
 
 
-def test_an_error_after_the_comparison_is_reported_and_ends_the_calls():
-    """Otherwise the other ranks would wait, or get the data of the next call."""
+def test_an_error_after_the_comparison_is_reported_and_later_calls_are_refused():
+    """Without the report, the other ranks would wait, or get the data of the next call."""
     run_threads(3, fails_after_the_comparison)
 
 

@@ -98,7 +98,7 @@ def test_the_device_may_be_text_or_a_torch_device():
 
 
 @pytest.mark.parametrize("name", ["local", "torch"])
-def test_connect_leaves_the_environment_and_the_signals_as_they_are(name):
+def test_connect_and_close_change_no_environment_variable_signal_handler_or_torch_setting(name):
     def state():
         handlers = [signal.getsignal(number) for number in signal.valid_signals()]
         return dict(os.environ), handlers, torch.get_num_threads(), torch.get_default_dtype()
@@ -197,7 +197,7 @@ def test_an_mpi4py_whose_world_differs_from_the_launchers_world_is_refused(monke
         connect("torch", world=World(0, 2, 0, 2, launcher="mpirun"))
 
 
-def test_mpi_is_initialized_and_finalized_if_the_program_left_that_to_horovod(monkeypatch):
+def test_mpi_is_initialized_and_finalized_if_the_program_has_not_initialized_it(monkeypatch):
     done = []
     comm = SimpleNamespace(Get_rank=lambda: done.append("rank"), Get_size=lambda: 1)
     mpi = SimpleNamespace(COMM_WORLD=comm, Is_initialized=lambda: False, Is_finalized=lambda: False)
@@ -527,7 +527,7 @@ def waits_shortly(backend):
     work.wait()
 
 
-def test_a_short_wait_for_gloo_ends(pool):
+def test_a_short_wait_for_gloo_returns_false_while_another_rank_is_late(pool):
     pool.connect("torch", 2)
     pool.run(waits_shortly)
 
@@ -640,7 +640,7 @@ def test_a_forked_child_cannot_use_the_backend_of_its_parent(pool, name):
 
 
 def call_of_a_child_with_a_call_in_progress(backend):
-    """Make a call and close the backend in a child of rank 0, when an asynchronous call of rank 0 waits for rank 1."""
+    """Make a call and close the backend in a child of rank 0, while an asynchronous call of rank 0 waits for rank 1."""
     channel = backend.channel()
 
     def child():
@@ -699,7 +699,7 @@ def test_a_default_group_that_cannot_be_made_is_an_error_of_one_line(monkeypatch
 
 
 def free_of_the_default_group(backend, port):
-    """Open a world, make a default group that has no backend for CPU tensors, and open a second world."""
+    """Open a world, make a default group that has no backend for CPU tensors, and open two more worlds."""
     dist = torch.distributed
     there = {"rank": backend.rank, "world_size": backend.size, "init_method": f"tcp://127.0.0.1:{port}"}
     again = replace(backend.world, rendezvous=("127.0.0.1", port))

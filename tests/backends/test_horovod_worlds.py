@@ -1,4 +1,4 @@
-"""Horovod's operations in the worlds of one process: their names, and the references to their inputs."""
+"""Horovod's operations in worlds that the same processes open one after another: names, inputs, and failed ranks."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_horovod_never_releases_the_last_reference_to_an_input(pool):
 
 
 def start_after_a_failure(backend):
-    """Start an operation when the failure of a rank is known; return how often Horovod was called."""
+    """Start an operation after this rank has received the failure of another rank; return how often Horovod was called."""
     with (
         mock.patch.object(backend.watch, "failure", PeerFailure(1, "stopped")),
         mock.patch.object(backend, "library") as own,

@@ -151,7 +151,7 @@ def scaling_is_interrupted(backend, tree):
 
 
 @pytest.mark.parametrize("tree", [False, True])
-def test_a_sum_that_was_interrupted_after_its_wait_is_not_scaled_twice(tree):
+def test_a_wait_that_was_interrupted_after_it_scaled_the_sum_cannot_be_repeated(tree):
     run_threads(3, scaling_is_interrupted, tree)
 
 
@@ -162,7 +162,7 @@ def _optimizer(backend):
 
 
 def exchange_of_a_step_is_interrupted(backend, method):
-    """Interrupt this ``method`` of some buckets. Repeat the step after each interrupt."""
+    """Interrupt the method ``method`` of some buckets. Repeat the step after each interrupt."""
     params, optimizer = _optimizer(backend)
     for step in range(3):
         optimizer.zero_grad()
@@ -231,7 +231,7 @@ def wrapped_step_is_interrupted(backend):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_step_that_may_have_changed_parameters_is_not_repeated_with_several_ranks(size):
+def test_after_an_interrupted_step_several_ranks_refuse_a_step_until_load_state_dict(size):
     run_threads(size, wrapped_step_is_interrupted)
 
 

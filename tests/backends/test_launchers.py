@@ -133,7 +133,7 @@ def test_a_ray_train_worker_is_recognised_unless_it_starts_another_launcher():
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_function_without_launchers_removes_the_variables_of_every_launcher(launcher):
+def test_without_launchers_removes_the_variables_of_every_launcher(launcher):
     env = {**LAUNCHERS[launcher], "TORCHELASTIC_RESTART_COUNT": "1", "DUALTRAIN_SECRET": "x", "PATH": "/bin"}
     assert detect_world(without_launchers(env)) == World()
     assert without_launchers(env)["PATH"] == "/bin"
@@ -184,7 +184,7 @@ def test_the_error_names_a_missing_variable(launcher, name):
     assert any(f" {other}" in str(caught.value) for other in env)
 
 
-def test_srun_that_sets_pmi_variables_is_recognised_as_srun():
+def test_pmi_variables_inside_a_slurm_step_come_from_srun_if_they_equal_its_own_and_else_from_mpiexec():
     pmi = {"PMI_RANK": SRUN["SLURM_PROCID"], "PMI_SIZE": SRUN["SLURM_NTASKS"]}
     assert detect_world(SRUN | pmi).launcher == "srun"
     assert detect_world(SRUN | MPIEXEC | {"SLURM_NTASKS": "2", "SLURM_PROCID": "1"}).launcher == "mpiexec"

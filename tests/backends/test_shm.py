@@ -229,7 +229,7 @@ def test_after_an_interruption_within_a_sum_all_later_sums_fail_on_every_rank(co
 
 
 def fails_in_a_sum(backend, second, later):
-    """Raise an error in a sum on rank 0, and then ``second`` while its cause is looked for; later sums raise ``later``."""
+    """On rank 0, raise an error in a sum, and ``second`` in the search for its cause. Later sums report ``later``."""
     library, backend = backend, share_memory(backend, (0,) * backend.size)
     if backend.rank:
         backend.start_sum(torch.ones(3), "t")
@@ -358,7 +358,7 @@ def test_a_different_sum_on_one_rank_is_an_error_on_every_rank(name, count):
 
 
 def done_after_a_failure(backend):
-    """Start different sums. Return whether ``done`` is True on rank 0, which starts its sum before the other rank."""
+    """Start different sums, first on rank 0. Assert that rank 0's sum is done, and fails, once rank 1 started its own."""
     library, backend = backend, share_memory(backend, (0,) * backend.size)
     if backend.rank == 0:
         work = backend.start_sum(torch.ones(3), "t")
@@ -411,7 +411,7 @@ def group_between(backend):
 def sum_beside_a_call(backend):
     """On rank 0, start a sum before a call; on the other ranks, after the call.
 
-    One call is made in a group, the other has too many numbers for shared memory: both use the library.
+    There are two such calls, which both use the library: one of a group, and one with too many numbers for shared memory.
     """
     group = backend.group(range(backend.size))
     tensor = torch.ones(5000)
@@ -456,7 +456,10 @@ def test_ranks_may_order_a_sum_and_a_call_of_another_channel_differently(of_sum,
 
 
 def sums_of_two_channels(backend, hosts):
-    """Half of the ranks start the sum of one backend only after that of the other one, and the other half waits for it."""
+    """Start a sum of one backend on all ranks, and then a sum of another backend.
+
+    Half of the ranks wait for the second sum first. The other half start the second sum only after the first has ended.
+    """
     backend = share_memory(backend, hosts)
     backends = [backend, backend.channel()]
     for each in backends:
@@ -480,7 +483,7 @@ def test_ranks_may_wait_for_the_sums_of_two_channels_in_different_orders(hosts):
 
 
 def test_channels_may_be_closed_in_several_threads():
-    """Close channels of one backend in several threads at once, without their memory."""
+    """Close channels of one backend in several threads at once. The channels are fakes without shared memory."""
     sum_memories = []
 
     def close_in_turn(_):
@@ -540,7 +543,7 @@ def closes(backend):
         backend.start_sum(torch.ones(3), "t")
 
 
-def test_a_closed_backend_starts_nothing():
+def test_a_sum_on_a_closed_backend_is_refused():
     run_threads(2, closes)
 
 

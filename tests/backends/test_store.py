@@ -26,7 +26,7 @@ LOCAL = "127.0.0.1"
 
 
 @pytest.fixture(autouse=True)
-def processes(monkeypatch):
+def process_ids(monkeypatch):
     """Give each call of ``serve`` or ``dial`` its own process id, as if each call came from a process of its own."""
     monkeypatch.setattr(store, "_process", lambda: secrets.token_hex(8))
 
@@ -104,7 +104,7 @@ def test_a_server_that_can_start_no_thread_for_a_client_names_the_limit(job, mon
 
 
 @pytest.mark.parametrize("end", ["server", "client"])
-def test_the_store_behaves_like_torchs_own(job, end, join):
+def test_the_store_behaves_like_torchs_hash_store(job, end, join):
     server, port = job
     end_of = server if end == "server" else join([port], 1)
     ours, theirs = _JobStore(end_of, 5.0), dist.HashStore()
@@ -155,13 +155,13 @@ def test_a_rank_and_a_server_with_different_secrets_refuse_each_other(job, join)
 
 
 def test_the_secret_is_not_sent_and_a_proof_cannot_be_replayed(job, join):
-    """A false server records the bytes that a rank sends to it. The job's server refuses the same bytes."""
+    """An impostor records the bytes that a rank sends to it. The job's server refuses the same bytes."""
     _, port = job
-    with listen(LOCAL, [0], 1) as false:
+    with listen(LOCAL, [0], 1) as impostor:
         said = []
 
         def listener():
-            connection, _ = false.accept()
+            connection, _ = impostor.accept()
             with connection:
                 connection.sendall(b'{"nonce": "00"}\n')
                 said.append(connection.recv(4096))
@@ -170,7 +170,7 @@ def test_the_secret_is_not_sent_and_a_proof_cannot_be_replayed(job, join):
         thread = threading.Thread(target=listener)
         thread.start()
         with pytest.raises(UserError, match="not of this job"):
-            join([false.getsockname()[1]], 1, timeout=1.0)
+            join([impostor.getsockname()[1]], 1, timeout=1.0)
         thread.join()
     assert b"the secret" not in said[0]
     with socket.create_connection((LOCAL, port), 5.0) as again, again.makefile("rwb") as lines:
@@ -182,10 +182,10 @@ def test_the_secret_is_not_sent_and_a_proof_cannot_be_replayed(job, join):
 
 @pytest.mark.parametrize("answer", [b'{"refused": "buy new hosts"}', b"[]", b'"no"'])
 def test_the_text_of_a_refusal_without_proof_is_not_shown(join, answer):
-    with socket.create_server((LOCAL, 0)) as false:
+    with socket.create_server((LOCAL, 0)) as impostor:
 
         def listener():
-            connection, _ = false.accept()
+            connection, _ = impostor.accept()
             with connection:
                 connection.sendall(b'{"nonce": "00"}\n')
                 connection.recv(4096)
@@ -194,7 +194,7 @@ def test_the_text_of_a_refusal_without_proof_is_not_shown(join, answer):
         thread = threading.Thread(target=listener)
         thread.start()
         with pytest.raises(UserError, match="could not meet the others") as refusal:
-            join([false.getsockname()[1]], 1, timeout=1.0)
+            join([impostor.getsockname()[1]], 1, timeout=1.0)
         thread.join()
     assert "new hosts" not in str(refusal.value)
 
@@ -252,10 +252,10 @@ def test_a_relay_at_another_port_is_detected(job, join):
     The server refuses the rank's proof, which was computed for the relay's port.
     """
     _, port = job
-    with listen(LOCAL, [0], 1) as false:
+    with listen(LOCAL, [0], 1) as impostor:
 
         def relay():
-            caller, _ = false.accept()
+            caller, _ = impostor.accept()
             with caller, socket.create_connection((LOCAL, port)) as server:
                 caller.sendall(server.recv(4096))
                 server.sendall(caller.recv(4096))
@@ -264,7 +264,7 @@ def test_a_relay_at_another_port_is_detected(job, join):
         thread = threading.Thread(target=relay)
         thread.start()
         with pytest.raises(UserError, match="not of this job"):
-            join([false.getsockname()[1]], 1, timeout=1.0)
+            join([impostor.getsockname()[1]], 1, timeout=1.0)
         thread.join()
     join([port], 1)  # rank 1 can still join
 
@@ -338,7 +338,7 @@ def test_a_call_after_an_interrupted_call_receives_no_reply_of_the_earlier_reque
         client.call("get", "key")
 
 
-def test_horovods_server_answers_only_requests_with_the_secret():
+def test_the_http_store_for_horovod_refuses_requests_without_the_secret():
     server = HttpStore(LOCAL)
     at = f"http://{LOCAL}:{server.port}"
     known = f"http://{server.url_prefix}:{server.port}/scope/key"
