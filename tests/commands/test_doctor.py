@@ -167,7 +167,7 @@ def test_healthy_ranks_have_no_problem():
     assert advise([row(0), row(1)], "torch") == ([], [])
 
 
-def test_ranks_that_differ_are_named():
+def test_ranks_with_different_versions_of_dualtrain_or_python_are_named():
     other = {**row()["versions"], "dualtrain": "2", "Python": "3.12"}
     problems, notes = advise([row(0), row(1, versions=other), row(2, host="host-b")], "torch")
     assert problems == [

@@ -26,14 +26,14 @@ from tests.forked import ROOT, has_ended, wait_until
 SECONDS = 60.0  # longest wait for a process on a busy machine
 
 
-def place(*args, **kwargs):
+def world_and_arguments(*args, **kwargs):
     world = detect_world()
     return world.launcher, world.rank, world.size, args, kwargs, os.environ["HOROVOD_RANK"]
 
 
 def test_results_are_in_rank_order_and_functions_get_their_arguments():
     assert dualtrain.run is run
-    assert run(place, (1, "two"), {"x": [3]}, nproc=2) == [
+    assert run(world_and_arguments, (1, "two"), {"x": [3]}, nproc=2) == [
         ("spawn", rank, 2, (1, "two"), {"x": [3]}, str(rank)) for rank in range(2)
     ]
 
@@ -57,7 +57,7 @@ def test_dualtrain_run_ignores_a_launcher_that_started_only_one_rank(monkeypatch
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    assert [found[:3] for found in run(place, nproc=2)] == [("spawn", 0, 2), ("spawn", 1, 2)]
+    assert [found[:3] for found in run(world_and_arguments, nproc=2)] == [("spawn", 0, 2), ("spawn", 1, 2)]
 
 
 def test_the_cores_are_split_among_ranks_unless_the_user_sets_the_threads(monkeypatch):
@@ -300,7 +300,7 @@ def test_run_works_without_standard_streams(tmp_path):
 
 def test_run_works_in_any_thread():
     found = []
-    thread = threading.Thread(target=lambda: found.extend(run(place)))
+    thread = threading.Thread(target=lambda: found.extend(run(world_and_arguments)))
     thread.start()
     thread.join(SECONDS)
     assert [each[:3] for each in found] == [("spawn", 0, 1)]
@@ -379,7 +379,7 @@ def test_a_rank_that_cannot_be_observed_is_ended(monkeypatch):
 
     monkeypatch.setattr(os, "pidfd_open", too_many_files)
     with pytest.raises(UserError, match=r"rank 0 of 2 could not be started .*Too many open files"):
-        run(place, nproc=2)
+        run(world_and_arguments, nproc=2)
     assert [Path(f"/proc/{pid}").exists() for pid in pids] == [False]
 
 

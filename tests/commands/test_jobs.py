@@ -160,7 +160,7 @@ print([main([*flags, *case]) for case in cases])
 """
 
 
-def test_a_refusal_is_printed_by_every_rank_that_it_concerns(backend, tmp_path):
+def test_errors_before_the_ranks_connect_are_printed_by_every_rank_and_later_errors_only_by_rank_0(backend, tmp_path):
     first, second = run_ranks(2, ("-c", REFUSED, backend, tmp_path / "run"), tmp_path, env=ENV)
     for end in (first, second):
         assert end.returncode == 0, end.stderr
@@ -170,7 +170,7 @@ def test_a_refusal_is_printed_by_every_rank_that_it_concerns(backend, tmp_path):
     assert "the local backend is rank 0 of 1" in local
     assert "--data-dir 'missing'" in data
     assert "infinite or not a number in step" in diverged
-    # There is no launcher that stops rank 1, so rank 1 prints the errors that it detects itself.
+    # No launcher stops rank 1 here, so rank 1 prints the errors from before the ranks connect too.
     lr, local = second.stderr.splitlines()
     assert "(rank 1 of 2): --lr must be" in lr
     assert "the local backend is rank 0 of 1" in local

@@ -216,9 +216,9 @@ def test_every_way_is_started_and_the_chain_resumes_from_checkpoints(script):
     folders = "--run-dir RUNS"
     options = f"--oversubscribe --bind-to none{' --allow-run-as-root' * (os.getuid() == 0)}"
     chained = "--checkpoint-every 3 --keep 100"
-    alone = ["one-process", *(f"chain-{way}" for way in ("1-torchrun-shm-4", "2-alone-1"))]
+    names = ["one-process", *(f"chain-{way}" for way in ("1-torchrun-shm-4", "2-alone-1"))]
     assert script.started() == [
-        f"python {job} --backend local {folders}/{alone[0]}",
+        f"python {job} --backend local {folders}/{names[0]}",
         f"python {job} --nproc 5 --backend torch --transport shm {folders}/nproc-shm-5",
         f"python {job} --nproc 5 --backend torch --transport native {folders}/nproc-native-5",
         f"torchrun --standalone --nproc_per_node=5 {job} --backend torch --transport shm {folders}/torchrun-shm-5",
@@ -227,11 +227,11 @@ def test_every_way_is_started_and_the_chain_resumes_from_checkpoints(script):
         f"horovodrun --mpi -np 5 python {job} --backend horovod {folders}/horovodrun-mpi-5",
         f"mpirun {options} -np 5 python {job} --backend torch {folders}/mpirun-torch-5",
         f"mpirun {options} -np 5 python {job} --backend horovod {folders}/mpirun-horovod-5",
-        f"torchrun --standalone --nproc_per_node=4 {job} --backend torch --transport shm {chained} {folders}/{alone[1]}",
-        f"python {job} --backend local {chained} --resume RUNS/{alone[1]}/checkpoints/step-00000003.safetensors "
-        f"{folders}/{alone[2]}",
+        f"torchrun --standalone --nproc_per_node=4 {job} --backend torch --transport shm {chained} {folders}/{names[1]}",
+        f"python {job} --backend local {chained} --resume RUNS/{names[1]}/checkpoints/step-00000003.safetensors "
+        f"{folders}/{names[2]}",
         f"horovodrun --gloo -np 3 python {job} --backend horovod {chained} "
-        f"--resume RUNS/{alone[2]}/checkpoints/step-00000006.safetensors {folders}/chain-3-horovodrun-gloo-3",
+        f"--resume RUNS/{names[2]}/checkpoints/step-00000006.safetensors {folders}/chain-3-horovodrun-gloo-3",
         f"mpirun {options} -np 2 python {job} --backend torch {chained} "
         f"--resume RUNS/chain-3-horovodrun-gloo-3/checkpoints/step-00000009.safetensors {folders}/chain-4-mpirun-torch-2",
     ]

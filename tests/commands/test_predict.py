@@ -132,12 +132,12 @@ def test_files_of_an_image_folder_are_transformed_as_in_evaluation(tmp_path):
 
 def test_the_best_weights_are_used_on_request(run, digits, capsys):
     assert main([str(run), digits[0]]) == 0
-    at_the_end = capsys.readouterr().out
+    with_final_weights = capsys.readouterr().out
     torch.manual_seed(7)
     best = build("convnet", (1, 8, 8), 10)
     safetensors.torch.save_file(best.state_dict(), run / "model-best.safetensors")
     assert main([str(run), digits[0], "--best"]) == 0
-    assert capsys.readouterr().out != at_the_end
+    assert capsys.readouterr().out != with_final_weights
     (run / "model.safetensors").unlink()
     assert main([str(run), digits[0]]) == 2
     assert "give --best to use model-best.safetensors" in capsys.readouterr().err

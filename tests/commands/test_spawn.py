@@ -427,17 +427,17 @@ def test_a_job_is_not_restarted_if_a_rank_survives_sigkill(monkeypatch, capsys):
 
 
 class LateRank:
-    """A rank that fails just after the parent's last check for failed ranks, which is its first look at the exit status."""
+    """A rank whose exit status is None in the parent's last check for failed ranks, and 5 in all later reads."""
 
-    pid, looks = None, 0
+    pid, reads = None, 0
 
     def start(self) -> None:
         """Do nothing."""
 
     @property
     def exitcode(self) -> int | None:
-        self.looks += 1
-        return None if self.looks == 1 else 5
+        self.reads += 1
+        return None if self.reads == 1 else 5
 
 
 def test_a_rank_that_fails_just_after_the_last_check_gives_its_status(monkeypatch):
