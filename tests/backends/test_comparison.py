@@ -135,7 +135,7 @@ def test_messages_with_many_differences_are_short():
     assert "xtwo on rank 1 and y on rank 2" in three
 
 
-def test_ranks_are_written_as_ranges():
+def test_three_or_more_consecutive_ranks_are_written_as_a_range():
     assert [ranks_in_words(ranks) for ranks in ([3], [0, 2], [0, 1], [0, 1, 2, 5, 7, 8, 9])] == [
         "rank 3",
         "ranks 0, 2",

@@ -323,7 +323,7 @@ def test_local_and_cross_ranks_follow_from_the_hosts(hosts):
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_environment_can_name_the_job(launcher):
+def test_the_variable_dualtrain_job_names_the_job_and_an_invalid_name_is_refused(launcher):
     assert detect_world(LAUNCHERS[launcher]).job == ""
     assert detect_world({**LAUNCHERS[launcher], "DUALTRAIN_JOB": "night-7.a"}).job == "night-7.a"
     assert detect_world({"DUALTRAIN_JOB": "night-7.a"}) == World(job="night-7.a")

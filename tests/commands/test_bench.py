@@ -500,7 +500,7 @@ def _job_of(target: str) -> str:
     return next((job for job, sizes in SIZES.items() if size and int(size) in sizes), target)
 
 
-def test_all_compared_contenders_are_measured():
+def test_contenders_run_the_jobs_in_which_they_are_compared_and_every_contender_file_is_in_the_plan():
     assert set(LENGTHS) == set(WORKLOADS)
     for comparison in COMPARISONS:
         names = (comparison.one, comparison.other)

@@ -259,7 +259,7 @@ def test_a_run_that_fails_is_named_and_the_other_runs_are_started(script):
     assert end.stdout.splitlines()[-1] == last
 
 
-def test_lists_may_have_several_lines(script):
+def test_the_variables_ranks_and_ways_may_have_several_lines(script):
     end = script.run(RANKS="2\n3", WAYS="nproc-shm\nnproc-native")
     assert end.stdout.splitlines()[-1] == "5 runs, 1 hash"
 
@@ -315,7 +315,7 @@ def test_the_comparison_of_ways_ends_after_ctrl_c_or_if_the_first_way_refuses_th
     assert "failed, see above" not in end.stdout
 
 
-def test_the_comparison_of_ways_continues_after_another_failure(script):
+def test_the_comparison_of_ways_continues_after_a_failure_of_a_later_way(script):
     (script.bin / "status-torchrun").write_text("2")
     end = script.run("--lr", "1", name="ways")
     assert len([line for line in script.started() if "dualtrain.main" in line]) == 7

@@ -118,7 +118,7 @@ def test_the_user_may_choose_a_port_and_a_port_in_use_is_refused(tmp_path, capsy
         assert server.server_address == ("127.0.0.1", port)
 
 
-def test_the_version_changes_if_a_file_is_replaced_by_one_of_the_same_length(tmp_path):
+def test_the_version_of_the_page_changes_if_a_file_is_replaced_by_one_of_the_same_length(tmp_path):
     folder = Path(make(tmp_path / "run"))
     with server_of([str(folder)], 0) as server:
         before = server.version()

@@ -17,7 +17,7 @@ from tests.commands.setups import SECONDS, until
 from tests.pool import ROOT
 
 
-def test_integrations_includes_dev_which_includes_tree(setup):
+def test_the_set_up_for_integrations_includes_dev_which_includes_tree(setup):
     status, output, errors = setup.run(DUALTRAIN_WITH="tree")
     assert status == 0, errors
     assert "during the next steps" in output

@@ -48,7 +48,7 @@ def test_nccl_is_built_from_wheels_of_torchs_own_cuda_version(setup):
     assert not list(setup.venv.glob("build.*"))
 
 
-def test_wheels_are_kept_for_each_mode_and_gpu(setup):
+def test_a_wheel_is_kept_for_each_set_of_gpu_architectures(setup):
     setup.torch("2.15.0+cu1377", "13.77")
     setup.toolkit("13.77", complete=False)
     setup.horovod("PyTorch", "MPI", "Gloo", "NCCL")
