@@ -123,7 +123,7 @@ def build_from_a_keyword_argument(*, folder):
     raise AssertionError("the function must not be called")
 
 
-def test_a_data_folder_that_cannot_be_made_is_refused(tmp_path):
+def test_a_data_folder_that_cannot_be_made_or_read_is_refused(tmp_path):
     (tmp_path / "file").touch()
     folder = str(tmp_path / "file" / "mnist")
     with pytest.raises(UserError, match=r"file/mnist' cannot be made \(Not a directory\): give a folder that can be made"):
@@ -161,7 +161,7 @@ def build_mixed():
     return samples, samples
 
 
-def test_samples_that_cannot_be_batched_are_refused_in_one_line():
+def test_samples_that_cannot_be_batched_are_refused():
     mixed = load_data("tests.data.test_data_refusals:build_mixed", classes=2, workers=0)
     with pytest.raises(UserError, match="sample 0 of the dataset and others do not fit into one batch"):
         next(mixed.train.stream([Batch(torch.tensor([0, 1]))], torch.device("cpu")))

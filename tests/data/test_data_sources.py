@@ -1,4 +1,4 @@
-"""Sources: each delivers every sample once, with an augmentation that depends only on the seed and the sample's index."""
+"""Data sources: their samples, augmentation that depends only on seed and sample index, and failures of data workers."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def test_hashed_numbers_are_uniform_and_independent_for_neighbouring_seeds():
 # ------------------------------------------------------------------------------------------------ all sources
 
 
-def sources(name, tmp_path, tree) -> Task:
+def load_task(name, tmp_path, tree) -> Task:
     if name == "mnist":
         write_mnist(tmp_path)
         return load_data("mnist", str(tmp_path), augment="crop-flip", pad=4, image_size=32, normalize="dataset")
@@ -156,7 +156,7 @@ ALL = ["mnist", "cifar10", "imagefolder", "text", "synthetic", "own"]
 
 @pytest.mark.parametrize("name", ALL)
 def test_augmentation_depends_on_seed_and_sample_index_alone(name, tmp_path, tree):
-    task = sources(name, tmp_path, tree)
+    task = load_task(name, tmp_path, tree)
     before = torch.get_rng_state()
     one = epoch(task.train, 3, 4)
     other = epoch(task.train, 3, 5, torch.randperm(len(task.train), generator=torch.Generator().manual_seed(1)))
@@ -175,7 +175,7 @@ def test_augmentation_depends_on_seed_and_sample_index_alone(name, tmp_path, tre
 
 @pytest.mark.parametrize("name", ALL)
 def test_sources_deliver_empty_batches(name, tmp_path, tree):
-    task = sources(name, tmp_path, tree)
+    task = load_task(name, tmp_path, tree)
     none = torch.empty(0, dtype=torch.int64)
     batches = [Batch(torch.tensor([0])), Batch(none), Batch(torch.tensor([1]))]
     sizes = [(len(inputs), len(targets)) for inputs, targets in task.train.stream(batches, CPU)]
@@ -202,7 +202,7 @@ def test_crops_and_flips_are_windows_of_the_image():
     assert len(seen) == 3 * 3 * 2
 
 
-def test_cifar_is_read_from_bytes(tmp_path):
+def test_cifar_is_read_from_its_binary_files(tmp_path):
     rows = torch.from_numpy(write_cifar(tmp_path))
     task = load_data("cifar10", str(tmp_path))
     inputs, targets = epoch(task.train, 0, 7)
@@ -236,7 +236,7 @@ def test_normalized_channels_have_mean_0_and_deviation_1():
     assert torch.allclose(halved, (plain - 0.5) / 2)
 
 
-# ------------------------------------------------------------------------------------------------ files
+# ------------------------------------------------------------------------------------------------ image files
 
 
 def test_worker_processes_deliver_the_same_batches_as_the_main_process(tree):
@@ -302,7 +302,7 @@ def test_a_byte_order_mark_is_not_a_token(tmp_path):
     assert_same(epoch(plain.train, 3, 4), epoch(marked.train, 3, 4))
 
 
-def test_15_percent_of_the_words_are_masked_in_one_of_three_ways():
+def test_15_percent_of_the_words_are_chosen_of_which_80_percent_are_masked_and_10_percent_kept():
     task = load_data("text", sequence_length=32, vocabulary=500)
     assert task.kind == "tokens"
     assert task.classes == 500
@@ -339,6 +339,9 @@ def test_a_pair_of_datasets_becomes_a_task():
     with_worker = wrap(RandomSamples(), RandomSamples(), workers=1)
     assert_same(epoch(task.train, 1, 4), epoch(with_worker.train, 1, 3))
     with_worker.close()
+
+
+# ------------------------------------------------------------------------------------------------ data workers
 
 
 def test_a_forked_child_does_not_stop_its_parents_workers():
@@ -475,7 +478,7 @@ def test_a_worker_that_was_killed_is_named(monkeypatch):
             list(stream)
         assert error.value.transient
         # torch 2.5 to 2.15 may raise the error while local variables hold 10 temporary files. In a reference cycle, the
-        # files may be collected before the objects that close them, which is a ResourceWarning in a later test.
+        # files may be collected before the objects that close them. This would cause a ResourceWarning in a later test.
         failure = error.value
         while failure is not None:
             traceback.clear_frames(failure.__traceback__)
@@ -499,7 +502,7 @@ def test_the_cause_of_a_workers_end_depends_on_its_exit_status(status, said):
         Waits(lambda: workers, 0.0).bound(partial(_raise, RuntimeError("DataLoader worker exited unexpectedly")))
 
 
-def test_workers_that_cannot_start_or_send_are_refused_in_one_line(monkeypatch):
+def test_the_errors_of_workers_that_cannot_start_or_send_say_what_to_change(monkeypatch):
     source, batch = LoaderSource([], 2), [Batch(torch.tensor([0]))]
 
     def fail(*_):
