@@ -66,7 +66,7 @@ def test_canonical_sums_of_threads_equal_the_tree_sum_over_the_ranks_bitwise(siz
 def sharded(backend, shards, dtype, before=1.0):
     """Return a step's gradients, divided by ``before``, and its extra scalar.
 
-    Only shard 1 uses ``rare``, and no shard uses ``never``.
+    Only shard 1 uses the parameter ``rare``, and no shard uses the parameter ``never``.
     """
     model = perceptron(dtype=dtype)
     model.register_parameter("rare", nn.Parameter(torch.ones(3, dtype=dtype)))
@@ -108,7 +108,7 @@ def test_the_factor_before_the_sum_applies_to_every_shard():
     assert run_threads(2, sharded, 7, torch.float32, 0.5) == expected
 
 
-def scattered(backend):
+def has_a_sparse_gradient(backend):
     model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(8, CLASSES))
     optimizer = DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), backend=backend, sum_order="canonical"
@@ -119,7 +119,7 @@ def scattered(backend):
 
 
 def test_sparse_gradients_are_refused_on_every_rank():
-    run_threads(3, scattered)
+    run_threads(3, has_a_sparse_gradient)
 
 
 def with_four_shards(model, backend):

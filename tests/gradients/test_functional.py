@@ -177,7 +177,7 @@ def test_a_norm_without_a_backend_says_how_to_convert_a_model():
         model(torch.ones(3, 2))
 
 
-def test_a_public_module_that_is_not_imported_yet_is_named(monkeypatch):
+def test_the_error_for_a_public_module_that_is_not_imported_yet_names_the_import(monkeypatch):
     monkeypatch.delattr(dualtrain, "functional", raising=False)
     with pytest.raises(AttributeError, match=r"add `import dualtrain\.functional`"):
         dualtrain.functional  # noqa: B018

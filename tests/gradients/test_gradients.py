@@ -98,7 +98,7 @@ def views(backend):
     check(gradients(model), first, **EXACT)
 
 
-def test_gradients_are_views_into_the_buffers_and_may_be_zeroed_in_place(typical):
+def test_gradients_are_views_into_the_buckets_and_may_be_zeroed_in_place(typical):
     typical(views)
 
 
@@ -430,14 +430,14 @@ def test_parameters_may_be_frozen_later(typical):
 def adversaries(backend):
     """Train two models with two optimizers in turn, then with one backward through both models."""
     generator, critic = seeded(nn.Linear(4, 4), 1), perceptron(2)
-    makes, criticizes = sgd(generator, backend), sgd(critic, backend)
+    generator_optimizer, critic_optimizer = sgd(generator, backend), sgd(critic, backend)
 
     def loss(pair, rank):
         return pair[1](pair[0](vectors(rank))).square().mean()
 
     pair = nn.ModuleList([generator, critic])
     for _ in range(2):
-        for trained, optimizer in ((1, criticizes), (0, makes)):
+        for trained, optimizer in ((1, critic_optimizer), (0, generator_optimizer)):
             for i, model in enumerate(pair):
                 model.requires_grad_(i == trained)
             expected = mean_gradients(pair[trained], of_every_rank(backend, _with_other(pair, trained, loss)))
@@ -447,12 +447,12 @@ def adversaries(backend):
             optimizer.step()
     pair.requires_grad_(True)
     expected = mean_gradients(pair, of_every_rank(backend, loss))
-    makes.zero_grad()
-    criticizes.zero_grad()
+    generator_optimizer.zero_grad()
+    critic_optimizer.zero_grad()
     loss(pair, backend.rank).backward()
     check(gradients(pair), expected)
-    makes.step()
-    criticizes.step()
+    generator_optimizer.step()
+    critic_optimizer.step()
     assert same_on_all(backend, list(pair.parameters()))
 
 
@@ -650,7 +650,7 @@ def test_one_rank_may_drop_the_gradients_of_a_pass():
 
 
 def steps_in_backward(backend):
-    """Step and drop each gradient in a hook. Every rank changes its weights by its own gradients, and must refuse this."""
+    """In a hook of each parameter, step with this rank's own gradient and drop it. Every rank must refuse these steps."""
     model = perceptron()
     reducer = GradientReducer(model.named_parameters(), backend)
     vector_loss(model, backend.rank).backward()  # makes the bucket
@@ -698,7 +698,7 @@ def test_gradients_of_several_passes_add_up(typical):
     )
 
 
-def partial(backend, how):
+def steps_without_an_exchange_in_backward(backend, how):
     model = perceptron()
     optimizer = sgd(model, backend, **({"backward_passes_per_step": 3} if how == "counted" else {}))
     for _ in range(2):
@@ -715,7 +715,7 @@ def partial(backend, how):
 
 
 def test_step_sends_gradients_that_were_accumulated_but_not_yet_sent(typical):
-    typical.each(partial, [("no_sync",), ("counted",)], [("counted",)])
+    typical.each(steps_without_an_exchange_in_backward, [("no_sync",), ("counted",)], [("counted",)])
 
 
 def nested_no_sync(backend):
@@ -890,7 +890,7 @@ def test_extra_scalars_are_summed_with_the_gradients(typical):
 
 
 def sums_extra_scalars_once(backend):
-    """Clip averages that are all zero: ``synchronize`` takes them for gradients that were zeroed, and reduces again."""
+    """Clip averages that are all zero. ``synchronize`` then reduces again, as if the program had zeroed the gradients."""
     model = torch.nn.Linear(3, 2)
     optimizer = sgd(model, backend, extra=2)
     for _ in range(2):
@@ -903,7 +903,7 @@ def sums_extra_scalars_once(backend):
         optimizer.step()
         assert optimizer.extra[0] == backend.size * (backend.size + 1) / 2
     optimizer.zero_grad()
-    optimizer.step()  # the program has not replaced the last sum, which is this rank's own scalar in this step
+    optimizer.step()  # ``extra`` still holds the last sum on every rank, so this step adds the sums of all ranks
     assert optimizer.extra[0] == backend.size**2 * (backend.size + 1) / 2
 
 
@@ -1015,7 +1015,7 @@ def test_synchronize_ends_the_exchange_of_a_failed_backward(typical):
     typical.each(fails_in_backward, [*after, *before], [after[1], before[0]])
 
 
-def fails_unsent(backend):
+def fails_before_sending(backend):
     model = Fragile()
     optimizer = sgd(model, backend)
     for armed in (False, True, False):
@@ -1033,10 +1033,10 @@ def fails_unsent(backend):
 
 
 def test_a_pass_that_failed_before_anything_was_sent_is_discarded(typical):
-    typical(fails_unsent)
+    typical(fails_before_sending)
 
 
-def fails_sent(backend):
+def fails_while_sending(backend):
     model = Fragile()
     with small_buckets((1, 1)):
         optimizer = sgd(model, backend)
@@ -1058,11 +1058,11 @@ def fails_sent(backend):
 
 
 def test_a_backward_that_failed_while_it_sent_gradients_needs_a_call_of_synchronize(typical):
-    typical(fails_sent)
+    typical(fails_while_sending)
 
 
 def interrupted_send(backend, adds):
-    """Interrupt rank 0 before it sends its first bucket: the other rank must not get its second bucket in place of it.
+    """Interrupt rank 0 before it sends its first bucket. Rank 1 must not get rank 0's second bucket instead.
 
     With ``adds``, rank 0 then adds a parameter, which changes the layout.
     """
@@ -1173,6 +1173,7 @@ def test_parameters_may_be_wrapped_again_after_close(typical):
 
 
 def sums_on_one_rank(backend):
+    """Configure rank 0 to sum the sparse gradients, and the other rank to average them."""
     parameters = nn.Embedding(4, 2, sparse=True).named_parameters()
     transfer = Transfer(before=1.0 if backend.rank == 0 else 0.5, after=1.0, coalesce=False)
     reducer = GradientReducer(parameters, backend, transfer=transfer)
@@ -1180,7 +1181,7 @@ def sums_on_one_rank(backend):
         reducer.reduce()
 
 
-def test_sparse_gradients_are_divided_on_all_ranks_or_on_none():
+def test_sums_of_sparse_gradients_on_only_some_ranks_are_refused():
     run_threads(2, sums_on_one_rank)
 
 
@@ -1242,7 +1243,7 @@ TRANSFERS = {
 }
 
 
-def test_transfer_determines_factors_dtype_and_bucket_size(typical):
+def test_gradients_are_scaled_by_the_factors_of_the_transfer_with_any_wire_dtype_or_bucket_size(typical):
     typical.each(of_transfer, [(name,) for name in TRANSFERS], [("predivided",), ("float16",), ("one at a time",)])
 
 
@@ -1393,7 +1394,7 @@ def test_a_step_does_not_use_gradients_that_were_dropped_after_all_were_sent(typ
 
 
 def drops_sums_later(backend, drop):
-    """End the exchange with ``synchronize()``, and drop the sums without the optimizer."""
+    """End the exchange with ``synchronize()``, and drop the sums by ``zero_grad()`` of the model, not the optimizer."""
     model = Fragile()
     with small_buckets((1, 1)):
         optimizer = sgd(model, backend)

@@ -64,7 +64,8 @@ def test_a_reducer_without_references_is_freed_and_its_model_cannot_train(alone,
     assert [ref() for ref in refs] == [None] * 5 + [model]
     with pytest.raises(RuntimeError, match=r"gradient of '2\.bias' is no longer averaged.*or call its close\(\)"):
         vector_loss(model, 0).backward()
-    # With a new reducer, the model can train again. Parameters and modules may be replaced before, and unfrozen later.
+    # With a new reducer, the model can train again. Parameters and modules may be replaced before the reducer is made, and
+    # unfrozen after it is made.
     model[0] = nn.Linear(4, 6)
     model[2].bias = nn.Parameter(torch.zeros(3))
     model[2].requires_grad_(False)
@@ -171,7 +172,7 @@ def test_hooks_in_two_threads_send_the_buckets_in_order(monkeypatch):
         reducer._start_over(reduced=False)
         reducer._ending, reducer._seen = (lambda: True), 1  # as if one backward pass were running
 
-    def device(number):
+    def run_hooks_of_device(number):
         for _ in range(rounds):
             begun.wait(10)
             assert number == 0 or filling.wait(10)
@@ -186,7 +187,7 @@ def test_hooks_in_two_threads_send_the_buckets_in_order(monkeypatch):
 
     start_over()
     with ThreadPoolExecutor(2) as threads:
-        for done in [threads.submit(device, number) for number in range(2)]:
+        for done in [threads.submit(run_hooks_of_device, number) for number in range(2)]:
             done.result(60)
     assert not wrong, f"wrong order in {len(wrong)} of {rounds} rounds, first {wrong[0]}"
     reducer.close()

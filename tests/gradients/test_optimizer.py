@@ -228,7 +228,7 @@ def hooked_for_all(backend):
         # Ranks that are threads share global hooks, so ignore the other ranks' optimizers.
         return lambda opt, args, kwargs: seen.append((when, opt)) if opt in (optimizer, optimizer.optimizer) else None
 
-    optimizer.register_step_pre_hook(lambda *_: None)  # global hooks run once a step, also if the wrapper has hooks
+    optimizer.register_step_pre_hook(lambda *_: None)  # global hooks run once in each step, even if the wrapper has hooks
     handles = register_optimizer_step_pre_hook(note("before")), register_optimizer_step_post_hook(note("after"))
     try:
         train(model, optimizer, backend, 2)
@@ -251,7 +251,7 @@ def hooked_with_other_arguments(backend):
 
 
 @pytest.mark.parametrize("body", [hooked, hooked_for_all, hooked_with_other_arguments])
-def test_step_hooks_run_once(typical, body):
+def test_step_hooks_run_once_in_each_step(typical, body):
     typical(body)
 
 
@@ -380,7 +380,7 @@ def unscaled_by_the_step(backend):
             assert not hasattr(optimizer, "found_inf")
 
 
-def test_a_fused_optimizer_unscales_by_itself(typical):
+def test_loss_scaling_works_with_optimizers_that_can_unscale_in_their_step(typical):
     typical(unscaled_by_the_step)
 
 
@@ -571,7 +571,7 @@ def test_arguments_of_a_wrong_type_are_refused():
         DistributedOptimizer(model.parameters(), backend=backend)
 
 
-def names(backend):
+def wrong_names_and_options(backend):
     model = perceptron()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"lacks 2 of the optimizer's parameters \(the first is group 0 parameter 2\)"):
@@ -592,7 +592,7 @@ def names(backend):
 
 
 def test_wrong_names_and_options_are_refused(typical):
-    typical(names)
+    typical(wrong_names_and_options)
 
 
 def parts_of_a_model(backend):

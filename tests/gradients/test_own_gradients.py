@@ -242,7 +242,7 @@ def test_averaged_gradients_keep_their_autograd_graph(typical):
 
 
 def differentiates_forward(backend, order):
-    """Run backward inside of forward-mode AD: a gradient that is added in place to an earlier one has a tangent."""
+    """Run backward in forward-mode AD: the new gradient has a tangent, and is added in place to an earlier gradient."""
     p = nn.Parameter(torch.linspace(-1, 1, 5))
     p.grad = torch.zeros(5)
     optimizer = DistributedOptimizer(torch.optim.SGD([p], lr=0.1), backend=backend, sum_order=order)
@@ -266,7 +266,7 @@ def test_gradients_with_tangents_are_averaged(processes):
     torch.__version__.startswith(("2.5.", "2.6.")),
     reason="needs torch 2.7 or newer: in older versions, autograd still refers to the gradient when its hook runs",
 )
-def test_fresh_gradients_are_recognized():
+def test_may_be_kept_is_true_only_for_gradients_that_the_program_keeps():
     # ``may_be_kept`` counts references. If a version of Python or torch holds more references to a gradient than expected,
     # dualtrain copies each averaged gradient, which takes time.
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))

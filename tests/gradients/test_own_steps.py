@@ -101,7 +101,7 @@ def test_a_step_that_the_wrapped_optimizer_takes_itself_uses_averages_or_is_refu
 
 
 def own_step_of_one_rank(backend):
-    """Call ``step()`` of the wrapped optimizer on rank 1 only, a second step with the same averages."""
+    """On rank 1 only, call ``step()`` of the wrapped optimizer, which is a second step with the same averages."""
     p, inner, optimizer = wrapped(backend, own)
     torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # from now on, ``SGD.step`` runs the hooks, too
     p.sum().backward()

@@ -28,6 +28,7 @@ OPTIMIZERS = {
 }
 CASES = [("sgd", SMALL_BUCKETS), ("adam", SMALL_BUCKETS), ("adamw", SMALL_BUCKETS), ("sgd", DEFAULT_BUCKETS)]
 IDS = ["sgd", "adam", "adamw", "sgd-default-buckets"]
+#: Key: whether there are more than two ranks. Value: pairs of a case and its id.
 CASES_AT = {False: list(zip(CASES, IDS, strict=True)), True: [(CASES[1], IDS[1]), (CASES[3], IDS[3])]}
 cases = pytest.mark.parametrize("case", CASES, ids=IDS)
 

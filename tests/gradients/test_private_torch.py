@@ -100,7 +100,7 @@ def test_torch_counts_changes_in_place():
     assert buffer._version > before, f"{VERSION} does not count changes of views and detached tensors in Tensor._version"
 
 
-def test_torch_copies_many_tensors_in_one_call():
+def test_torch_copies_or_adds_many_tensors_in_one_call():
     assert hasattr(torch, "_foreach_copy_"), (
         f"{VERSION} has no torch._foreach_copy_: change copy_all in gradients/shard_sums.py"
     )
@@ -187,7 +187,7 @@ def test_torch_counts_the_tensors_that_share_a_storage():
     tensor = torch.zeros(3)
     count = getattr(torch._C, "_storage_Use_Count", None)
     assert count is not None, f"{VERSION} has no torch._C._storage_Use_Count: change may_be_kept in gradients/slots.py"
-    storage = tensor.untyped_storage()  # this object may be a use of the storage: keep it while both counts are read
+    storage = tensor.untyped_storage()  # this object may be counted too: keep it while both counts are read
     before = count(storage._cdata)
     view = tensor.view(-1)
     assert count(storage._cdata) == before + 1, (
@@ -197,7 +197,7 @@ def test_torch_counts_the_tensors_that_share_a_storage():
     assert tensor._base is None
 
 
-def test_torch_does_not_compile_functions_that_are_marked():
+def test_torch_has_the_private_attributes_that_exclude_functions_from_compilation():
     marked = importlib.import_module("torch._dynamo").disable(lambda: None)
     assert getattr(marked, "_torchdynamo_disable", False), (
         f"{VERSION} does not mark functions with _torchdynamo_disable: change not_compiled in backends/compilation.py"

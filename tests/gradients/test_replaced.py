@@ -66,7 +66,7 @@ def transpose_in_place(model):
 
 
 def share_memory(model):
-    """Halve the gradients, and move the buffers in which they lie. New tensors may then get the buffers' old memory."""
+    """Halve the gradients, and move the buckets that hold them. New tensors may then get the buckets' old memory."""
     halve_in_place(model)
     model.share_memory()
 
@@ -222,7 +222,7 @@ def append(model, optimizer):
     return r"group 0 parameter 4 \(2,\) was added to the optimizer's param_groups", params.pop
 
 
-def exchange_equal(model, optimizer):
+def replace_by_equal_parameter(model, optimizer):
     params = optimizer.param_groups[0]["params"]
     before, params[1] = params[1], nn.Parameter(params[1].detach().clone())
     return r"group 0 parameter 1 \(6,\) was added to the optimizer's param_groups", lambda: params.__setitem__(1, before)
@@ -271,7 +271,7 @@ def refused(backend, change):
     def backward():
         vector_loss(model, backend.rank).backward()
 
-    # A new module is refused once it has gradients.
+    # A new module is refused only after it has gradients.
     exchange = backward if backend.rank == 0 or change in (misplace, *NEW_MODULES) else optimizer.synchronize
     with pytest.raises(BackendError, match=rf"^rank 1: {text}"):
         exchange()
@@ -285,7 +285,7 @@ def refused(backend, change):
 
 
 NEW_MODULES = [replace_module, remove_and_replace_module]
-CHANGES = [cast, load_assigned, *NEW_MODULES, append, exchange_equal, misplace, reshape, reshape_equally]
+CHANGES = [cast, load_assigned, *NEW_MODULES, append, replace_by_equal_parameter, misplace, reshape, reshape_equally]
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -342,13 +342,13 @@ def fresh(backend, kind, wrapped):
         model = perceptron(seed=backend.rank)
         before = [p.detach().clone() for p in model.parameters()]
         optimizer = wrapped_or_bare(kind, model, 0.1 * (1 + backend.rank), backend, wrapped)
-        groups = optimizer.param_groups[0]["params"]
+        params = optimizer.param_groups[0]["params"]
         model[0].weight.grad = torch.ones_like(model[0].weight)
         broadcast_optimizer_state(optimizer, backend, root)
         check(model.parameters(), before)
         assert not optimizer.state_dict()["state"]
         assert optimizer.param_groups[0]["lr"] == 0.1 * (1 + root)
-        assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], groups, strict=True))
+        assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], params, strict=True))
         assert bool((model[0].weight.grad == 1).all())
         assert model[0].bias.grad is None
 
@@ -530,7 +530,7 @@ def test_buffers_are_averaged_by_name_and_refused_if_names_or_shapes_differ(many
 # -- the hash -----------------------------------------------------------------------------------------------------
 
 
-def test_the_hash_depends_on_every_bit():
+def test_the_hash_depends_on_every_tensor_and_on_the_sign_of_zero():
     model = Normalised()
     reference = weights_sha256(model)
     assert weights_sha256(copy.deepcopy(model)) == reference
@@ -546,7 +546,7 @@ def test_the_hash_depends_on_every_bit():
     assert weights_sha256(model) != zero
 
 
-def test_the_hash_does_not_depend_on_registration_order_or_layout():
+def test_the_hash_does_not_depend_on_registration_order_layout_or_mode():
     one, other = nn.Module(), nn.Module()
     for name in ("first", "second"):
         one.register_parameter(name, nn.Parameter(torch.full((2,), float(len(name)))))

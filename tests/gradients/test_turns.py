@@ -218,7 +218,7 @@ def test_stepping_optimizers_in_different_orders_causes_an_error_on_every_rank(s
 
 
 def changes_backend(backend):
-    """Move two reducers to a backend that has a reducer already. Their names must differ: Horovod matches sums by name."""
+    """Move two reducers to a backend that has one already. All three names must differ: Horovod matches sums by name."""
     old, new = (backend.group(range(backend.size)) for _ in range(2))
     params = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
     reducers = [GradientReducer([(str(number), p)], old) for number, p in enumerate(params)]
@@ -237,7 +237,7 @@ def test_several_reducers_may_change_their_backend():
 
 
 def forgets_sparse(backend):
-    """Let only rank 0's first backend see a sparse gradient, then move to a backend of all ranks without one."""
+    """Use a sparse gradient on rank 0's first backend only. Then move to a backend of all ranks, and use dense ones."""
     alone = [backend.group([rank]) for rank in range(backend.size)][backend.rank]
     table, layer = nn.Embedding(4, 3, sparse=True), filled(nn.Linear(3, 1))
     reducer = GradientReducer([*table.named_parameters("t"), *layer.named_parameters("l")], alone)
@@ -290,7 +290,10 @@ def test_any_number_of_optimizers_may_be_made_and_closed_in_turn():
 
 
 def closed_again(backend):
-    """Close an optimizer again after a new one has got its number. The ranks reach the open ones in different orders."""
+    """Close an optimizer again after a new one has got its place in the turns.
+
+    In backward, the ranks reach the two open optimizers in different orders.
+    """
     models = two_models()
     closed, kept = wrapped(nn.Linear(6, 3), backend), wrapped(models[0], backend)
     closed.close()
