@@ -348,7 +348,7 @@ CASES = [
     ),
     *(
         (
-            "collective_on_some_ranks",  # cases
+            "collective_on_some_ranks",  # a case of a match statement; no finding if the other cases make the call too
             f"match {subject}:\n    case 0{guard}:\n        hvd.barrier()",
             f"match {subject}:\n    case 0{guard}:\n        hvd.barrier()\n    case _:\n        hvd.barrier()",
         )
@@ -364,7 +364,8 @@ CASES = [
     ),
     *(
         (
-            "collective_on_some_ranks",  # after an exit on the same condition, and in a function that is defined under it
+            # A condition after a return of the other ranks, and one in a function that is defined under the same condition.
+            "collective_on_some_ranks",
             f"{first}\n    {second}:\n{inner}",
             f"{first}\n    {second}:\n{inner}    else:\n        hvd.barrier()",
         )
@@ -378,12 +379,12 @@ CASES = [
         )
     ),
     (
-        "collective_on_some_ranks",  # the case of the other ranks; no finding if this case is for one of several tasks
+        "collective_on_some_ranks",  # the case of the other ranks; no finding if the match is not on the rank
         "rank = hvd.rank()\nmatch rank:\n    case 0:\n        print()\n    case n:\n        hvd.barrier()",
         "rank = hvd.rank()\nmatch task:\n    case 0 | 1:\n        print()\n    case n:\n        hvd.barrier()",
     ),
     (
-        "collective_on_some_ranks",  # no finding if two cases are for other ranks, and both make the call
+        "collective_on_some_ranks",  # no finding if the case of the other ranks makes the call too
         "match hvd.rank():\n    case 0:\n        hvd.barrier()\n    case 1 | 2 | 3:\n        print()",
         "match hvd.rank():\n    case 0:\n        hvd.barrier()\n    case 1 | 2 | 3:\n        hvd.barrier()",
     ),
@@ -618,7 +619,7 @@ CASES = [
     ),
     *(
         (
-            "every_rank_reads_all",  # no finding if the data set gets all options, the rank too; help texts do not count
+            "every_rank_reads_all",  # no finding if the data set gets all options, with the rank; help texts do not count
             f"{WRAP}{before}\nd = Data(args.folder)\nfor x in torch.utils.data.DataLoader(d, shuffle=True):\n    pass",
             f"{WRAP}{before}\nd = Data(args)\nfor x in torch.utils.data.DataLoader(d, shuffle=True):\n    pass",
         )
@@ -761,7 +762,7 @@ def test_a_parameter_to_which_a_call_passes_the_module_is_the_module(call):
     assert not Source(text.replace("    h.init()", "    h = h.cell\n    h.init()")).hvd_calls("init")
 
 
-def test_each_file_of_a_program_is_searched_once(tmp_path):
+def test_each_file_of_a_program_is_listed_once(tmp_path):
     names = [str(tmp_path / name) for name in ("one.py", "other.py")]
     for name in names:
         Path(name).write_text(f"import torch\nimport horovod.torch as hvd\n{BASE}{INIT}Base().fit()\n")
@@ -830,7 +831,7 @@ def test_code_under_a_comparison_that_is_never_true_has_no_findings(made, count)
 
 
 @pytest.mark.parametrize(("more", "count"), [("", 0), ("args.mode = 1\nargs.mode = 2\n", 1)])
-def test_code_that_needs_another_value_than_init_has_no_findings(more, count):
+def test_code_that_needs_another_value_of_a_variable_than_init_has_no_findings(more, count):
     script = source(
         f"{more}if args.mode == 1:\n    hvd.init()\nif args.mode == 2:\n    if hvd.nccl_built():\n        rate = 1"
     )
@@ -838,7 +839,7 @@ def test_code_that_needs_another_value_than_init_has_no_findings(more, count):
 
 
 @pytest.mark.parametrize("start", ["for mode in (1, 2):", "def start(mode):", "class T:\n  def start(self):"])
-def test_code_that_may_run_after_init_with_another_value_has_findings(start):
+def test_code_that_may_run_after_init_with_another_value_of_a_variable_is_not_exclusive(start):
     mode = "self.mode" if "self" in start else "mode"
     body = f"    if {mode} == 1:\n        hvd.init()\n    if {mode} == 2:\n        use(hvd.nccl_built())"
     script = source(f"{start}\n{body}")

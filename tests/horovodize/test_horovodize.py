@@ -230,7 +230,7 @@ def test_help_shows_the_command_lines(capsys, words):
     assert "--check SCRIPT" in capsys.readouterr().out
 
 
-def test_a_help_that_the_interpreter_has_removed_is_not_an_error(capsys, monkeypatch):
+def test_a_help_text_removed_by_python_oo_is_not_an_error(capsys, monkeypatch):
     monkeypatch.setitem(main.__globals__, "__doc__", None)
     assert main(["--help"]) == 0
     assert "-OO" in capsys.readouterr().out

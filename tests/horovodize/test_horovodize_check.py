@@ -67,7 +67,7 @@ CASES = [
         "h: object\nh = import_module('other')\nh.allreduce(x)",
     ),
     (
-        "discarded_result",  # an unknown module hides an import only in the function that loads this module
+        "discarded_result",  # a variable hvd with an unknown module hides the import only in its own function
         "import importlib\ndef load(c):\n    hvd = importlib.import_module(c.name)\n    return hvd\n"
         "def main(hvd):\n    hvd.allreduce(x)  # HERE",
         "import importlib\ndef main(c):\n    hvd = importlib.import_module(c.name)\n    hvd.allreduce(x)",
@@ -2075,7 +2075,7 @@ def test_a_case_that_runs_without_horovod_has_no_findings():
     assert [finding.line for finding in found] == [6]
 
 
-def test_a_match_with_hundreds_of_cases_is_read():
+def test_a_match_with_more_than_a_thousand_cases_is_read():
     cases = "".join(f"    case {number}:\n        print({number})\n" for number in range(1200))
     assert not findings(source(f"hvd.init()\nmatch hvd.rank():\n{cases}"))
 
