@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import importlib
 import os
 import pickle
@@ -254,6 +255,8 @@ def _serve(connection: Connection) -> None:
             elif kind == "call":
                 module, qualname, args = rest
                 value = attrgetter(qualname)(importlib.import_module(module))(backend, *args)
+                # Free optimizers that are in reference cycles. Otherwise, the next test has several optimizers.
+                gc.collect()
             else:
                 backend.close()
                 backend = None
