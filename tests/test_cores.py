@@ -37,7 +37,7 @@ def tree(root: Path, cgroup: str, mounts: str, quotas: dict[str, str]) -> Path:
 
 G, C = "sys/fs/cgroup", "sys/fs/cgroup/cpu,cpuacct"
 CASES = {
-    "v2, own": ("0::/job", V2.format(top="/"), {f"{G}/job": "200000 100000"}, 2.0),
+    "v2, own group": ("0::/job", V2.format(top="/"), {f"{G}/job": "200000 100000"}, 2.0),
     "v2, unlimited": ("0::/job", V2.format(top="/"), {f"{G}/job": "max 100000"}, None),
     "v2, another period": ("0::/job", V2.format(top="/"), {f"{G}/job": "30000 20000"}, 1.5),
     "v2, the parent has the smallest quota": (
@@ -71,7 +71,7 @@ CASES = {
         {"sys/c g/job": "200000 100000"},
         2.0,
     ),
-    "v1, own": ("4:cpu,cpuacct:/job\n3:cpuset:/", V1.format(top="/"), {f"{C}/job": "250000/100000"}, 2.5),
+    "v1, own group": ("4:cpu,cpuacct:/job\n3:cpuset:/", V1.format(top="/"), {f"{C}/job": "250000/100000"}, 2.5),
     "v1, unlimited": ("4:cpu,cpuacct:/job", V1.format(top="/"), {f"{C}/job": "-1/100000", C: "-1/100000"}, None),
     "v1, nested": (
         "4:cpu,cpuacct:/a/b",

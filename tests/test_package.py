@@ -127,9 +127,9 @@ def test_packages_for_tests_are_extras(built):
 
 
 def test_the_wheel_trains_predicts_and_reports_without_optional_modules(built, tmp_path):
-    """Use the wheel outside the source tree; the report page contains its style sheet and script.
+    """Use the wheel outside the source tree. The report page must contain its style sheet and script.
 
-    The program reads the digits first, which must import neither scikit-learn, scipy nor torchvision.
+    First, the program reads the digits. Reading them must not import scikit-learn, scipy or torchvision.
     """
     with zipfile.ZipFile(built.wheel) as archive:
         archive.extractall(tmp_path / "site")

@@ -48,7 +48,10 @@ def auto(folder: Path, *more: str) -> dict[str, Any]:
 
 
 def end_with(folder: Path, error: BaseException, step: int, *more: str) -> None:
-    """Make a run end with ``error`` after ``step``, or before its first step if ``step`` is 0."""
+    """Make a run end with ``error`` after ``step``, or before its first step if ``step`` is 0.
+
+    A run that a ``KilledError`` ends does not record its failure, like a run that SIGKILL ends.
+    """
     original = loop.Run._step
 
     def failing(run: loop.Run) -> list[float]:
@@ -308,8 +311,8 @@ def test_deaths_without_a_record_of_their_settings_count(tmp_path):
 
 
 @pytest.mark.parametrize(
-    # A death: its step, whether the attempt trained, and whether the error was transient (default: False). If the last
-    # deaths in training are after the same step, and 3 of them are not transient, or there are 30, a restart is refused.
+    # A death: its step, whether the attempt trained, and whether the error was transient (default: False). A restart is
+    # refused if the last deaths in training are after the same step, and 3 of them are not transient or there are 30.
     ("deaths", "step"),
     [
         ([(5, True)] * 3, 5),

@@ -168,7 +168,7 @@ def test_the_store_of_torchruns_agent_keeps_the_jobs_name(tmp_path):
         job_of(detect_world(other), 0.2)
 
 
-#: Program that trains. If there is no file ``died`` after the first epoch, a rank kills itself; rank 0 makes the file.
+#: Program that trains. A rank that finds no file ``died`` after the first epoch kills itself; rank 0 first makes the file.
 PROGRAM = """
 import os, signal, sys
 import dualtrain.training.loop as loop

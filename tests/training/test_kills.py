@@ -1,4 +1,7 @@
-"""A rank is killed in each phase of a run, once per start. The last restart ends with the result of a run without kills."""
+"""A job is started once per phase, and a rank is killed in that phase.
+
+The last start, without a kill, ends with the same result as a job that was never killed.
+"""
 
 from __future__ import annotations
 

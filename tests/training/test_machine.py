@@ -65,7 +65,7 @@ def test_the_default_number_of_threads_is_the_share_of_the_hosts_cores(monkeypat
         assert run_threads(3, machine.threads) == [number] * 3
     monkeypatch.setattr(machine, "cpu_quota", lambda: 6.5)
     assert run_threads(3, machine.threads) == [2, 2, 2]
-    # Ranks that are bound to two cores each: one rank uses both.
+    # Each rank is bound to two cores of its own, and uses both.
     bound = iter([{0, 1}, {2, 3}, {4, 5}])
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: next(bound))
     assert run_threads(3, machine.threads) == [2, 2, 2]

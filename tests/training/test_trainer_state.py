@@ -430,7 +430,7 @@ def test_an_evaluation_is_refused_if_only_some_ranks_have_made_a_buffer():
 
 
 class Masked(nn.Module):
-    """Makes a buffer in evaluations only."""
+    """A model that makes a buffer in evaluations only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -547,7 +547,10 @@ def test_a_trainer_that_averages_weights_resumes_a_model_that_registers_a_buffer
 
 
 class Changing(nn.Module):
-    """A model whose forward passes replace its own buffer, and register buffers of its layers: one only in evaluations."""
+    """A model whose forward passes replace its buffer ``table``, and register buffers of its layers.
+
+    The buffer ``mask`` is registered only in evaluations.
+    """
 
     def __init__(self):
         super().__init__()

@@ -137,7 +137,7 @@ def test_evaluation_counts_every_sample_once(real):
 
 
 def draws(backend) -> tuple[str, float, float]:
-    """Return a hash of a new model, a random number drawn then, and one after a resume at another world size."""
+    """Return a hash of a new model, a random number drawn next, and one drawn after a resume at another world size."""
     config = parse([])
     model = make_model(config.model, load_task(config.data, config.model.name, backend), 0, backend)
     first = torch.rand(()).item()

@@ -137,11 +137,11 @@ class Case:
     Attributes:
         shards: the number of virtual ranks.
         model: builds the model.
-        shape: of one sample's inputs; empty for sequences of tokens.
-        accumulate: backward passes per shard.
+        shape: the shape of one sample's inputs; empty for sequences of tokens.
+        accumulate: the number of backward passes per shard.
         optimizer: makes the optimizer for a model.
         options: further arguments of the trainer.
-        dtype: of the model, and of inputs that are not tokens.
+        dtype: the dtype of the model, and of inputs that are not tokens.
     """
 
     shards: int
