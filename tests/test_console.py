@@ -30,7 +30,7 @@ def test_sizes_are_rounded_down():
     assert [size_in_words(size) for size in (0, 1023, 1024, 3 << 20)] == ["0 B", "1023 B", "1 KB", "3 MB"]
 
 
-def test_messages_and_output_are_printed_safely(capsys):
+def test_control_characters_in_errors_and_output_are_printed_escaped(capsys):
     print_error("the image cat\x1b]0;owned\x07.jpg cannot be read", rank=1, size=2)
     show("class \x1b[31mred")
     show("to stderr \x08", sys.stderr)
@@ -121,7 +121,7 @@ def test_errors_that_cannot_be_written_are_discarded(monkeypatch, full_disk):
 
 
 @pytest.mark.parametrize(("encoding", "printed"), [("ascii", b"2 ? cpu ?\n"), ("latin-1", b"2 \xd7 cpu ?\n")])
-def test_characters_that_the_locale_lacks_do_not_end_a_command(monkeypatch, encoding, printed):
+def test_characters_that_the_encoding_of_the_output_lacks_become_question_marks(monkeypatch, encoding, printed):
     file = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(file, encoding=encoding))
     show("2 × cpu –")
@@ -143,7 +143,7 @@ def test_no_other_file_gets_the_descriptor_of_a_closed_standard_stream(tmp_path)
     assert (tmp_path / "file").read_text() == "True"
 
 
-def test_a_stream_of_the_program_is_kept():
+def test_an_object_that_the_program_assigned_to_sys_stdin_is_kept():
     source = (
         "import io, os, sys\n"
         "from dualtrain.console import open_closed_streams\n"

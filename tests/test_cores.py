@@ -136,7 +136,7 @@ def test_ranks_share_the_cores_and_each_gets_at_least_one():
         ([("a", range(8), 2.0), ("a", range(8), None)], 2),  # not more threads than the quota of the rank
     ],
 )
-def test_each_rank_has_its_share_of_the_cores_that_the_ranks_of_its_host_may_use_together(ranks, number):
+def test_all_ranks_have_as_many_threads_as_the_smallest_share_of_cores_that_any_rank_has(ranks, number):
     assert threads_per_rank(ranks) == number
 
 

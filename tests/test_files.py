@@ -12,7 +12,7 @@ import pytest
 from dualtrain import files
 
 
-def test_a_link_with_a_temporary_files_name_is_never_followed(tmp_path, monkeypatch):
+def test_a_link_that_has_the_name_of_a_temporary_file_is_never_followed(tmp_path, monkeypatch):
     precious = tmp_path / "precious"
     precious.write_text("mine")
     for name in (".config.json.tmp", f".config.json.{'0' * 16}.tmp"):

@@ -116,7 +116,7 @@ def test_an_installation_without_extras_needs_no_heavy_distributions(built):
     assert needed & HEAVY == set()
 
 
-def test_packages_for_tests_are_extras(built):
+def test_optional_packages_are_required_only_by_extras(built):
     assert {"bench", "dev", "functions", "horovod", "ray", "spark", "summary", "tensorboard"} == set(
         built.metadata.get_all("Provides-Extra")
     )

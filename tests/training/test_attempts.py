@@ -106,7 +106,7 @@ def test_repeated_steps_are_counted(tmp_path, capsys):
     assert [(one["step"], one["steps_repeated"]) for one in summary["recoveries"]] == [(3, 2), (1, 0)]
 
 
-def test_a_recovery_without_a_step_left_to_train_ends_with_the_run(tmp_path, capsys):
+def test_a_recovery_without_a_step_left_to_train_is_printed_with_the_time_until_the_run_ended(tmp_path, capsys):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.Run, "_conclude", lambda run: (_ for _ in ()).throw(ValueError("an error")))
         with pytest.raises(ValueError, match="an error"):

@@ -10,7 +10,7 @@ from dualtrain.config import SETTINGS, Config, load_recipe, parse, recipe_names
 from dualtrain.errors import UserError
 
 
-def test_the_default_comes_from_the_recipe():
+def test_the_defaults_come_from_the_default_recipe():
     config = parse([])
     assert config.run.recipe == "digits-convnet"
     for name, value in load_recipe("digits-convnet").items():
@@ -31,7 +31,7 @@ def test_a_configuration_is_nested_by_subject_and_flat_in_files():
 
 
 @pytest.mark.parametrize("name", recipe_names())
-def test_every_recipe_is_made_of_known_fields(name):
+def test_every_recipe_contains_only_known_settings(name):
     assert set(load_recipe(name)) <= SETTINGS.keys()
     assert parse(["--recipe", name]).run.recipe == name
 

@@ -253,7 +253,7 @@ def refuse_threads(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(threading.Thread, "start", refuse)
 
 
-def test_a_run_without_new_threads_names_the_limit(tmp_path, monkeypatch):
+def test_the_error_of_a_thread_that_cannot_be_started_names_the_limit(tmp_path, monkeypatch):
     refuse_threads(monkeypatch)
     refusal = r"could not be started \(can't start new thread\): raise the limit.*ulimit -u"
     with pytest.raises(UserError, match=refusal):
@@ -425,7 +425,7 @@ def test_a_folder_that_cannot_be_written_is_refused_with_the_cure(tmp_path, monk
     assert error.value.transient
 
 
-def test_each_damaged_file_of_metrics_is_kept_under_a_name_of_its_own(tmp_path):
+def test_each_damaged_metrics_file_is_kept_under_a_different_name(tmp_path):
     metrics, said = tmp_path / "metrics.jsonl", []
     for damage in ("one", "two", "three"):
         metrics.write_text(f'{{"step": 1}}\n{damage}\n')

@@ -82,7 +82,7 @@ def test_the_lock_is_released_after_the_run_and_after_an_error(tmp_path, monkeyp
     train(tmp_path, "--resume", "--epochs", "2")
 
 
-def test_a_lock_that_an_error_interrupts_is_released(tmp_path, monkeypatch):
+def test_a_folder_can_be_locked_after_an_error_of_take_and_a_release(tmp_path, monkeypatch):
     newest, lock = generation.newest, FolderLock()
 
     def fail_after_the_first(folder: Path) -> int:
@@ -147,7 +147,7 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_a_process_keeps_its_folder_without_flock_by_renewing_its_generation_file(tmp_path, monkeypatch, caplog, number):
+def test_without_flock_a_process_keeps_its_folder_by_renewing_its_generation_file(tmp_path, monkeypatch, caplog, number):
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(number, os.strerror(number))
 

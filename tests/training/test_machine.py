@@ -241,7 +241,7 @@ AMX = [*SERVER, "avx512_bf16", "avx512_fp16", "amx_tile", "amx_int8", "amx_bf16"
         ([], "AVX2", None),
     ],
 )
-def test_onednn_uses_the_best_instruction_set_of_the_processor_within_the_limit(flags, limit, expected):
+def test_onednn_set_returns_the_best_instruction_set_of_the_processor_within_the_limit(flags, limit, expected):
     assert machine.onednn_set(flags, limit) == expected
 
 

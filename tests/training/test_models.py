@@ -91,7 +91,7 @@ def take_two_steps(model, inputs, targets):
         ("tests.training.test_models:build_linear", (3, 4, 4)),
     ],
 )
-def test_each_model_of_images_learns_or_computes_outputs(name, shape):
+def test_each_model_of_images_learns_or_gives_outputs_of_the_right_shape(name, shape):
     model = build(name, shape, 10)
     if name.startswith(("squeezenet", "vit")):  # test only the shape of the outputs
         model.eval()
@@ -112,7 +112,7 @@ def test_bert_learns_and_ignores_padding():
     assert torch.allclose(model(tokens)[:, :10], model(longer)[:, :10], atol=1e-5)
 
 
-def test_the_tutorials_models_have_the_tutorials_layers():
+def test_the_last_layers_of_the_tutorials_models_have_the_tutorials_sizes():
     assert build("mnist-net", (1, 28, 28), 10)[-1].in_features == 490
     assert build("mnist-convnet", (1, 28, 28), 10)[-1].in_features == 1568
 
@@ -271,7 +271,7 @@ def build_odd() -> nn.Module:
     return nn.Linear(2, 2)
 
 
-def test_a_model_with_unusual_tensors_is_refused_in_one_line(monkeypatch):
+def test_a_model_with_meta_sparse_or_inference_tensors_is_refused_but_a_lazy_model_is_not(monkeypatch):
     def sparse() -> nn.Module:
         model = nn.Linear(2, 2)
         model.register_buffer("edges", torch.eye(2).to_sparse(), persistent=False)

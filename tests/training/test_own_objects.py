@@ -207,7 +207,7 @@ def stateful(shape, classes):
         ((1, numpy.ones(2)), r"the model's state in step 1 cannot .*_extra_state'\]\['seen'\] is a ndarray"),
     ],
 )
-def test_a_model_with_a_value_that_cannot_be_saved_is_refused_in_one_line(tmp_path, monkeypatch, values, message):
+def test_a_model_with_a_value_that_cannot_be_saved_is_refused(tmp_path, monkeypatch, values, message):
     monkeypatch.setattr(Stateful, "values", values, raising=False)
     flags = ["--dataset", f"{__name__}:data", "--model", f"{__name__}:stateful", "--max-steps", "1", "--workers", "0"]
     with connect("local") as backend, pytest.raises(UserError, match=message):

@@ -194,7 +194,7 @@ def test_a_run_under_nohup_continues_after_a_hangup(paths, tmp_path):
         assert train_alone(flags("digits", paths, tmp_path), 2, signal.SIGHUP)["steps"] == 16
 
 
-def test_a_run_that_is_stopped_after_its_last_step_is_still_evaluated(paths, tmp_path):
+def test_a_run_that_was_stopped_after_its_last_step_is_evaluated_by_its_resume(paths, tmp_path):
     whole = train_alone(flags("digits", paths, tmp_path / "whole"))
     part = flags("digits", paths, tmp_path / "part")
     assert "after step 16 of 16" in train_alone(part, stop_after=16)

@@ -101,14 +101,14 @@ def test_virtual_ranks_refuse_changes_that_do_not_increment_the_version_counter(
         run_threads(ranks, body)
 
 
-def test_equal_values_of_expected_may_have_different_types():
+def test_equal_values_of_the_argument_expected_may_have_different_types():
     def body(backend):
         return make_trainer(backend).step([data(backend)], (16, 16.0, torch.tensor(16))[backend.rank]).totals[1]
 
     assert run_threads(3, body) == [24.0] * 3
 
 
-def test_values_of_expected_that_differ_between_ranks_are_refused():
+def test_values_of_the_argument_expected_that_differ_between_ranks_are_refused():
     def body(backend) -> None:
         make_trainer(backend).step([data(backend)], 8.0 + backend.rank)
 
@@ -127,7 +127,7 @@ def test_learning_rates_that_differ_between_ranks_are_refused():
     refused(2, body, r"different values for the same step: lr is \[0\.5\] on rank 0 and \[1\.5\] on rank 1; use the same")
 
 
-def test_frozen_weights_that_each_rank_changes_are_refused():
+def test_frozen_weights_that_ranks_change_differently_are_refused():
     """An example is a momentum encoder that each forward pass updates."""
 
     def body(backend) -> None:
@@ -212,7 +212,7 @@ def change_in_a_group(backend):
             evaluate_after_change(group, lambda model: model.weight.data.mul_(2))
 
 
-def test_differences_in_a_group_name_its_ranks_by_their_ranks_in_the_job(different_processors):
+def test_a_difference_in_a_group_is_reported_with_the_ranks_numbers_in_the_job(different_processors):
     run_threads(4, change_in_a_group)
 
 

@@ -466,7 +466,7 @@ def test_the_argument_expected_must_be_positive_and_finite(expected):
             trainer.step([data(8)], expected)
 
 
-def test_epochs_and_states_of_other_types_are_refused():
+def test_epochs_and_states_of_wrong_types_are_refused():
     model = net()
     with connect("local") as backend:
         trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend)
@@ -1098,7 +1098,7 @@ def test_forward_and_measure_may_be_objects_without_a_truth_value():
     assert losses[0] == losses[1] == losses[2]
 
 
-def test_a_loss_without_gradient_is_refused_in_one_line():
+def test_a_loss_without_gradient_is_refused():
     model = net()
     with connect("local") as backend:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)

@@ -433,7 +433,7 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_in_the_same_step(processes, t
     assert "no checkpoint yet" in messages[0]
 
 
-def test_the_error_names_the_last_good_checkpoint(tmp_path):
+def test_the_error_of_a_diverged_run_names_the_last_good_checkpoint(tmp_path):
     with pytest.raises(DivergedError) as stop:
         train_alone("--lr", "20", "--momentum", "0.99", "--checkpoint-every", "1", "--run-dir", str(tmp_path))
     newest = max((tmp_path / "checkpoints").iterdir())
@@ -472,7 +472,7 @@ def root_task(backend, error: Exception | None) -> Any:
         return str(raised)
 
 
-def test_the_result_of_rank_0_is_sent_to_all_ranks(spmd):
+def test_the_result_or_the_error_of_rank_0_is_sent_to_all_ranks(spmd):
     assert spmd(root_task, None) == [{"rank": 0}] * spmd.size
     assert spmd(root_task, UserError("the disk is full")) == ["the disk is full"] * spmd.size
     said = "a task: [Errno 2] no such folder: '/gone/x'; choose a path in a folder that exists"

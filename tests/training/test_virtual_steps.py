@@ -170,7 +170,7 @@ def flagged(backend):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_control_flags_of_all_ranks_are_summed_on_every_rank(size, caplog):
+def test_control_flags_are_summed_over_all_ranks_and_ranks_without_shards_cause_a_warning(size, caplog):
     with caplog.at_level(logging.WARNING, "dualtrain"):
         shards = run_threads(size, flagged)
     assert sum(map(len, shards)) == 2
@@ -380,5 +380,5 @@ def with_gradients_of_zeros(backend):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_gradients_that_are_zeros_are_clipped_and_used(size):
+def test_clipped_gradients_of_zeros_leave_the_weights_unchanged(size):
     assert run_threads(size, with_gradients_of_zeros) == [[[1.0, 1.0, 1.0]]] * size
