@@ -50,8 +50,8 @@ HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 def measured(setup=KEPT, **env):
     """Return the number of page faults, and the growth of the peak resident memory in MB."""
-    others = ("MALLOC_", "GLIBC_", "LD_PRELOAD")
-    plain = {name: value for name, value in os.environ.items() if not name.startswith(others)}
+    prefixes = ("MALLOC_", "GLIBC_", "LD_PRELOAD")
+    plain = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}
     command = [sys.executable, "-c", STEPS.format(setup=setup)]
     done = subprocess.run(command, env={**plain, **env}, cwd=ROOT, capture_output=True, text=True, check=True)
     faults, growth = done.stdout.split()

@@ -22,7 +22,7 @@ def rank_and_size(backend, text):
     return text, backend.rank, backend.size
 
 
-def fails_on_the_last(backend, what):
+def fails_on_last_rank(backend, what):
     if backend.rank == backend.size - 1:
         raise KeyError(f"lost {what}")
     backend.barrier()
@@ -48,8 +48,8 @@ def test_a_failure_shows_the_rank_and_its_traceback_and_the_pool_stays_usable():
     pool = Pool(2)
     try:
         pool.connect("torch", 2)
-        with pytest.raises(RankError, match=r"(?s)rank 1 of 2.*fails_on_the_last.*KeyError: 'lost key'.*case \('key',\)"):
-            pool.run(in_turn, fails_on_the_last, [("key",), ("door",)])
+        with pytest.raises(RankError, match=r"(?s)rank 1 of 2.*fails_on_last_rank.*KeyError: 'lost key'.*case \('key',\)"):
+            pool.run(in_turn, fails_on_last_rank, [("key",), ("door",)])
         pool.connect("torch", 2)
         assert pool.run(rank_and_size, "again") == [("again", rank, 2) for rank in range(2)]
         pids = pool.pids
@@ -83,7 +83,7 @@ def test_local_functions_are_refused(spmd):
 
 def test_threads_raise_the_exception_of_the_rank_that_failed_first():
     with pytest.raises(KeyError, match="lost key"):
-        run_threads(3, fails_on_the_last, "key")
+        run_threads(3, fails_on_last_rank, "key")
 
 
 def test_run_threads_raises_if_the_ranks_give_a_primitive_different_shapes():

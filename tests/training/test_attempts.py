@@ -42,7 +42,7 @@ def train(backend, folder: Path, *more: str) -> dict[str, Any]:
     return loop.train(parse([*FLAGS, "--run-dir", str(folder), *more]), backend)
 
 
-def auto(folder: Path, *more: str) -> dict[str, Any]:
+def train_or_resume(folder: Path, *more: str) -> dict[str, Any]:
     with connect("local") as backend:
         return train(backend, folder, "--resume", "auto", *more)
 
@@ -65,18 +65,18 @@ def end_with(folder: Path, error: BaseException, step: int, *more: str) -> None:
         if isinstance(error, KilledError):
             patch.setattr(Attempt, "fail", lambda *_, **__: None)
         with pytest.raises(type(error)):
-            auto(folder, *more)
+            train_or_resume(folder, *more)
 
 
 def test_every_recovery_is_printed_and_listed_in_the_summary(tmp_path, capsys):
-    whole = auto(tmp_path / "whole")
+    whole = train_or_resume(tmp_path / "whole")
     assert whole["recoveries"] == []
     folder = tmp_path / "run"
     end_with(folder, KilledError(), 2)
     end_with(folder, ValueError("a bad sample\nand more"), 3)
     end_with(folder, StoppedError("saved", 15), 3)  # resumes after step 3, and stops before another step
     capsys.readouterr()
-    summary = auto(folder)
+    summary = train_or_resume(folder)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("recovered")]
     assert len(lines) == 2
     assert lines[0].startswith("recovered: rank 0 stopped: ValueError: a bad sample, after step 3; 0 steps repeated, ")
@@ -92,7 +92,8 @@ def test_every_recovery_is_printed_and_listed_in_the_summary(tmp_path, capsys):
     assert all(0 <= one["seconds"] < 600 for one in summary["recoveries"])
     assert summary["weights_sha256"] == whole["weights_sha256"]
     assert json.loads((folder / "summary.json").read_text())["recoveries"] == summary["recoveries"]
-    assert auto(folder) == json.loads((folder / "summary.json").read_text())  # the run has ended: no further attempt
+    # The run has ended: no further attempt.
+    assert train_or_resume(folder) == json.loads((folder / "summary.json").read_text())
 
 
 def test_repeated_steps_are_counted(tmp_path, capsys):
@@ -100,7 +101,7 @@ def test_repeated_steps_are_counted(tmp_path, capsys):
     (tmp_path / "checkpoints" / "step-00000003.safetensors").unlink()
     (tmp_path / "checkpoints" / "step-00000002.safetensors").write_bytes(b"damaged")
     end_with(tmp_path, KilledError(), 1)  # resumes after step 1, and dies before another step
-    summary = auto(tmp_path)
+    summary = train_or_resume(tmp_path)
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("recovered")]
     assert said[0].startswith("recovered: a failure of unknown cause, after step 3; 2 steps repeated, ")
     assert [(one["step"], one["steps_repeated"]) for one in summary["recoveries"]] == [(3, 2), (1, 0)]
@@ -110,8 +111,8 @@ def test_a_recovery_without_a_step_left_to_train_is_printed_with_the_time_until_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.Run, "_conclude", lambda run: (_ for _ in ()).throw(ValueError("an error")))
         with pytest.raises(ValueError, match="an error"):
-            auto(tmp_path)
-    auto(tmp_path)
+            train_or_resume(tmp_path)
+    train_or_resume(tmp_path)
     said = r"recovered: rank 0 stopped: ValueError: an error, after step 4; 0 steps repeated, the run ended \d+\.\d s after"
     assert re.search(said, capsys.readouterr().out)
 
@@ -253,7 +254,7 @@ def test_the_failure_of_another_rank_is_recorded_as_the_cause_by_one_rank(tmp_pa
 def test_the_error_of_a_failed_collective_names_the_last_step(tmp_path, capsys, error):
     end_with(tmp_path, error, 3)
     assert str(error) == "after step 3: the sum failed"
-    summary = auto(tmp_path)
+    summary = train_or_resume(tmp_path)
     assert "recovered: the sum failed, after step 3; 0 steps repeated, " in capsys.readouterr().out
     assert [(one["cause"], one["step"]) for one in summary["recoveries"]] == [("after step 3: the sum failed", 3)]
 
@@ -283,13 +284,13 @@ def test_a_run_that_died_three_times_after_the_same_step_is_not_restarted(tmp_pa
     said = r"the run has died 3 times in a row after step 2, in step 3 .*unknown cause.*; the run would"
     for _ in range(2):
         with pytest.raises(UserError, match=said) as refusal:
-            auto(tmp_path)
+            train_or_resume(tmp_path)
         assert refusal.value.shared
         assert not refusal.value.transient
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == before
     (tmp_path / restarts.NAME).unlink()  # the cure that the message names
     end_with(tmp_path, KilledError(), 2)
-    assert auto(tmp_path)["steps"] == 4  # deaths are counted from 0 again
+    assert train_or_resume(tmp_path)["steps"] == 4  # deaths are counted from 0 again
     assert not (tmp_path / restarts.NAME).exists()
 
 
@@ -298,7 +299,7 @@ def test_deaths_with_other_settings_do_not_forbid_a_start(tmp_path):
         end_with(tmp_path, KilledError(), 2)
     end_with(tmp_path, KilledError(), 2, "--timeout", "60")
     end_with(tmp_path, KilledError(), 2)  # the count of deaths in a row begins at 1 again
-    assert auto(tmp_path)["steps"] == 4
+    assert train_or_resume(tmp_path)["steps"] == 4
 
 
 def test_deaths_without_a_record_of_their_settings_count(tmp_path):
@@ -307,7 +308,7 @@ def test_deaths_without_a_record_of_their_settings_count(tmp_path):
     path = tmp_path / attempt_events.NAME
     path.write_text(re.sub(r', "settings": "[0-9a-f]{64}"', "", path.read_text()))  # as older versions wrote the file
     with pytest.raises(UserError, match="died 3 times in a row"):
-        auto(tmp_path, "--timeout", "60")
+        train_or_resume(tmp_path, "--timeout", "60")
 
 
 @pytest.mark.parametrize(
@@ -338,7 +339,7 @@ def test_only_deaths_in_training_after_the_same_step_count_towards_the_limit(dea
 def test_a_run_that_died_three_times_by_a_transient_error_after_the_same_step_is_restarted(tmp_path, error):
     for _ in range(3):
         end_with(tmp_path, error, 2)
-    assert auto(tmp_path)["steps"] == 4
+    assert train_or_resume(tmp_path)["steps"] == 4
     assert not (tmp_path / restarts.NAME).exists()
 
 
@@ -359,14 +360,14 @@ DIVERGING = ("--lr", "1e30")
 
 def test_a_diverged_run_is_not_trained_again_with_the_same_settings(tmp_path, monkeypatch):
     with pytest.raises(DivergedError) as end:
-        auto(tmp_path, *DIVERGING)
+        train_or_resume(tmp_path, *DIVERGING)
     trained: list[int] = []
     step = loop.Run._step
     monkeypatch.setattr(loop.Run, "_step", lambda run: (trained.append(run.cursor.step), step(run))[1])
     # A different path of the same folder is not a change of the settings.
     for folder in (tmp_path, tmp_path, Path(os.path.relpath(tmp_path))):
         with pytest.raises(UserError) as refusal:
-            auto(folder, *DIVERGING)
+            train_or_resume(folder, *DIVERGING)
         assert str(refusal.value).startswith(f"{end.value}; the run would end in the same way again: ")
         assert f"remove {folder.absolute() / restarts.NAME}, or change the settings" in str(refusal.value)
     assert not trained
@@ -374,12 +375,12 @@ def test_a_diverged_run_is_not_trained_again_with_the_same_settings(tmp_path, mo
     checkpoint = max((tmp_path / "checkpoints").glob("step-*.safetensors"))
     for more in (("--timeout", "60"), ("--resume",), ("--resume", str(checkpoint))):
         with pytest.raises(DivergedError):
-            auto(tmp_path, *DIVERGING, *more)
+            train_or_resume(tmp_path, *DIVERGING, *more)
         assert trained, more
         trained.clear()
     (tmp_path / restarts.NAME).unlink()
     with pytest.raises(DivergedError):
-        auto(tmp_path, *DIVERGING)
+        train_or_resume(tmp_path, *DIVERGING)
 
 
 def test_a_run_that_diverged_before_its_first_checkpoint_is_not_started_again(tmp_path):
@@ -397,9 +398,10 @@ def test_a_user_error_in_a_step_forbids_a_restart_unless_it_is_transient(tmp_pat
     assert (tmp_path / restarts.NAME).exists() is kept
     if kept:
         with pytest.raises(UserError, match=r"the image cat.jpg is not an image; the run would end in the same way"):
-            auto(tmp_path)
+            train_or_resume(tmp_path)
     else:
-        assert auto(tmp_path)["recoveries"][0]["cause"] == "stopped: UserError: the image cat.jpg is not an image"
+        cause = train_or_resume(tmp_path)["recoveries"][0]["cause"]
+        assert cause == "stopped: UserError: the image cat.jpg is not an image"
 
 
 def test_records_that_do_not_fit_on_the_disk_do_not_end_a_run(tmp_path, monkeypatch):

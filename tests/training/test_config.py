@@ -136,7 +136,8 @@ def test_help_names_every_flag(capsys):
     text = capsys.readouterr().out
     for one in SETTINGS.values():
         assert one.flag in text
-    # No recipe sets --recipe. Compare without white space: argparse breaks lines at hyphens.
+    # A recipe cannot change the default of --recipe, so its help does not say "unless the recipe says otherwise". Compare
+    # without white space, because argparse breaks lines at hyphens.
     assert "(default:digits-convnet)--device" in "".join(text.split())
 
 

@@ -221,13 +221,13 @@ def run_superseded_at(
     Returns:
         The files at that moment, or ``None`` if the run makes fewer than ``number`` checks; and the run's error, if any.
     """
-    looks, before = 0, None
+    checks, before = 0, None
     is_mine, write = FolderLock.is_mine, Writer.write
 
-    def look(lock: FolderLock) -> bool:
-        nonlocal looks, before
-        looks += lock._folder == folder
-        if looks == number and before is None:
+    def counted(lock: FolderLock) -> bool:
+        nonlocal checks, before
+        checks += lock._folder == folder
+        if checks == number and before is None:
             supersede(folder)
             before = content(folder)
         return is_mine(lock)
@@ -236,7 +236,7 @@ def run_superseded_at(
         write(writer, *arguments, **named)
         writer.wait()  # the main thread must write nothing between the writer thread's check and the write that follows
 
-    patch.setattr(FolderLock, "is_mine", look)
+    patch.setattr(FolderLock, "is_mine", counted)
     patch.setattr(FolderLock, "_renew", lambda lock: None)
     patch.setattr(Writer, "write", write_and_wait)
     try:

@@ -134,8 +134,8 @@ def refused(folder: Path, given: dict[str, Any], written: dict[str, Any]) -> str
 
 
 def test_a_resumed_setting_has_the_value_of_the_checkpoint_and_other_values_are_refused(tmp_path, monkeypatch):
-    both = Setting("pieces", "step", "pieces", int, None, "", at_least(1), fixed=True, resumed=True)
-    monkeypatch.setattr(resume, "SETTINGS", {**SETTINGS, "pieces": both})
+    pieces = Setting("pieces", "step", "pieces", int, None, "", at_least(1), fixed=True, resumed=True)
+    monkeypatch.setattr(resume, "SETTINGS", {**SETTINGS, "pieces": pieces})
     for name in ("threads", "pieces"):
         for value in (MISSING, None, 4):
             assert refused(tmp_path, {}, {name: value}) == ""

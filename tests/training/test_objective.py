@@ -23,8 +23,12 @@ def batch(samples: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(samples, 7, generator=draw), torch.randint(0, 6, (samples,), generator=draw)
 
 
-def one_step(backend, loss, parts):
-    """Train on ``parts`` once; return the weights, the metrics of the training, and those of an evaluation before it."""
+def one_epoch(backend, loss, parts):
+    """Evaluate the batches ``parts``, and then train one epoch on them.
+
+    Returns:
+        The weights, the metrics of the training, and the metrics of the evaluation.
+    """
     model = nn.Linear(7, 6)
     with torch.no_grad():
         model.weight.copy_(torch.linspace(-1, 1, 42).view(6, 7).sin())
@@ -54,7 +58,7 @@ WEIGHTS = torch.tensor([0.1, 5.0, 1.0, 0.5, 2.0, 3.0])
 def test_a_weighted_loss_over_all_ranks_equals_the_loss_of_the_whole_batch(typical, loss, class_weights):
     inputs, targets = batch()
     with connect("local") as alone:
-        weight, trained, evaluated = one_step(alone, loss, [(inputs, targets)])
+        weight, trained, evaluated = one_epoch(alone, loss, [(inputs, targets)])
     model = nn.Linear(7, 6)
     with torch.no_grad():
         model.weight.copy_(torch.linspace(-1, 1, 42).view(6, 7).sin())
@@ -78,7 +82,7 @@ def test_a_weighted_loss_over_all_ranks_equals_the_loss_of_the_whole_batch(typic
 def on_each_rank(backend, loss):
     cuts = tuple(range(5, 10 * backend.size - 5, 10))  # 5 samples for rank 0, then 10 per rank, and the rest for the last
     inputs, targets = (tensor.tensor_split(cuts)[backend.rank] for tensor in batch())
-    return one_step(backend, loss, [(inputs, targets)])
+    return one_epoch(backend, loss, [(inputs, targets)])
 
 
 PIXEL_LOSS = nn.CrossEntropyLoss(weight=WEIGHTS, ignore_index=1)
@@ -264,8 +268,8 @@ def test_a_batch_with_only_ignored_targets_changes_neither_weights_nor_metrics()
     loss = nn.CrossEntropyLoss(ignore_index=3)
     inputs, targets = batch()
     with connect("local") as backend:
-        first = one_step(backend, loss, [(inputs, targets), (inputs[:4], torch.full((4,), 3))])
-        second = one_step(backend, loss, [(inputs, targets)])
+        first = one_epoch(backend, loss, [(inputs, targets), (inputs[:4], torch.full((4,), 3))])
+        second = one_epoch(backend, loss, [(inputs, targets)])
     assert torch.equal(first[0], second[0])
     assert first[1:] == second[1:]
 
@@ -274,7 +278,7 @@ def test_a_batch_with_only_ignored_targets_changes_neither_weights_nor_metrics()
 def test_the_results_have_no_accuracy_if_the_targets_are_not_class_indices(loss):
     inputs, targets = batch()
     with connect("local") as backend:
-        _, trained, evaluated = one_step(backend, loss, [(inputs, functional.one_hot(targets, 6).float())])
+        _, trained, evaluated = one_epoch(backend, loss, [(inputs, functional.one_hot(targets, 6).float())])
     assert list(trained) == ["loss"]
     assert list(evaluated) == ["val_loss"]
 
@@ -285,7 +289,7 @@ def trained_on_mixed_targets(backend):
     parts = [(inputs, targets)] * 5
     if backend.rank == backend.size - 1:
         parts.append((inputs, functional.one_hot(targets, 6).float()))
-    _, trained, evaluated = one_step(backend, nn.CrossEntropyLoss(), parts)
+    _, trained, evaluated = one_epoch(backend, nn.CrossEntropyLoss(), parts)
     return list(trained), list(evaluated)
 
 

@@ -36,11 +36,11 @@ def vectors(shape, classes) -> nn.Module:
     return Norm()
 
 
-def check(samples: int, size: int, parts: int, *, model: nn.Module | None = None, steps: int = 1000, **options) -> None:
+def check(samples: int, batch: int, parts: int, *, model: nn.Module | None = None, steps: int = 1000, **options) -> None:
     drop_last, model = options.pop("drop_last", False), model or Norm()
     source = TensorSource(torch.randn(samples, 1, 8, 8), torch.arange(samples) % 10)
     task = Task(source, source, (1, 8, 8), 10)
-    sampler, step = Sampler(samples, size, 0, drop_last), StepSection(global_batch_size=size, **options)
+    sampler, step = Sampler(samples, batch, 0, drop_last), StepSection(global_batch_size=batch, **options)
     check_one_sample(model, "mine", task, sampler, step, parts, steps)
 
 

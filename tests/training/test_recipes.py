@@ -83,13 +83,15 @@ def flags(case: str, paths: dict[str, str], run: Path) -> list[str]:
     return [flag.format(run=run, **paths) for flag in (*SMALL, *CASES[case])]
 
 
-def train(backend, arguments: list[str], stop_after: int | None = None, by: int = signal.SIGTERM) -> dict[str, Any] | str:
+def train(
+    backend, arguments: list[str], stop_after: int | None = None, signum: int = signal.SIGTERM
+) -> dict[str, Any] | str:
     """Train; return the summary, or the message of the error if a signal on the last rank ended the run."""
     step = loop.Run._step
 
     def step_and_stop(run: loop.Run) -> list[float]:
         if run.cursor.step + 1 == stop_after and backend.rank == backend.size - 1:
-            os.kill(os.getpid(), by)
+            os.kill(os.getpid(), signum)
         return step(run)
 
     loop.Run._step = step_and_stop
@@ -104,9 +106,9 @@ def train(backend, arguments: list[str], stop_after: int | None = None, by: int 
         loop.threads = kept
 
 
-def train_alone(arguments: list[str], stop_after: int | None = None, by: int = signal.SIGTERM) -> Any:
+def train_alone(arguments: list[str], stop_after: int | None = None, signum: int = signal.SIGTERM) -> Any:
     with connect("local") as backend:
-        return train(backend, arguments, stop_after, by)
+        return train(backend, arguments, stop_after, signum)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -181,11 +183,11 @@ def handling_hangups(handler: int) -> Iterator[None]:
         signal.signal(signal.SIGHUP, earlier)
 
 
-@pytest.mark.parametrize("by", STOP_SIGNALS)
-def test_a_signal_saves_and_ends_the_run(paths, tmp_path, by):
+@pytest.mark.parametrize("signum", STOP_SIGNALS)
+def test_a_signal_saves_and_ends_the_run(paths, tmp_path, signum):
     with handling_hangups(signal.SIG_DFL):
-        said = train_alone(flags("digits", paths, tmp_path), 2, by)
-    assert said.startswith(f"{by.name} ended the run after step 2 of 16, saved in {tmp_path}")
+        said = train_alone(flags("digits", paths, tmp_path), 2, signum)
+    assert said.startswith(f"{signum.name} ended the run after step 2 of 16, saved in {tmp_path}")
     assert (tmp_path / "checkpoints" / "step-00000002.safetensors").exists()
 
 

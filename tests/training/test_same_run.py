@@ -382,7 +382,7 @@ def test_a_sample_that_only_some_ranks_can_read_is_an_error_on_any_processor(mon
     assert "unreadable (no disk)" in text
 
 
-def slow_rank(backend) -> str:
+def compare_pairs(backend) -> str:
     return message(same_run.compare_task, wrap(Pairs(), Pairs()), backend)
 
 
@@ -391,7 +391,7 @@ def test_a_slow_rank_compares_fewer_samples(monkeypatch):
     assert list(same_run._checksums("training", numbered(100))) == ["checksum of training sample 0"]
     names = iter([["a", "b"], ["a"]])
     monkeypatch.setattr(same_run, "_checksums", lambda title, source, most=16: dict.fromkeys(next(names, ["a"]), "1"))
-    assert alike(run_threads(2, slow_rank)) == ""
+    assert alike(run_threads(2, compare_pairs)) == ""
 
 
 def test_compared_samples_are_spread_from_first_to_last_and_generator_states_are_kept():

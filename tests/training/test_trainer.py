@@ -829,10 +829,10 @@ def test_a_loss_that_is_not_finite_in_a_group_is_attributed_to_its_rank_in_the_j
     assert first == last == "the loss became infinite or not a number on rank 1"
 
 
-@pytest.mark.parametrize("graded", [True, False])
-def test_targets_may_be_a_column(graded):
+@pytest.mark.parametrize("grad_enabled", [True, False])
+def test_targets_may_be_a_column(grad_enabled):
     logits, targets = torch.randn(4, 7), torch.randint(0, 7, (4, 1))
-    with torch.set_grad_enabled(graded):
+    with torch.set_grad_enabled(grad_enabled):
         mean, sums = CrossEntropy()(logits, targets)
     assert mean.item() == pytest.approx(functional.cross_entropy(logits, targets[:, 0]).item())
     assert sums[1] == 4

@@ -145,7 +145,7 @@ class Counting(nn.Module):
         return self.linear(x)
 
 
-def buffers_after(backend, folder):
+def buffers_after_resume(backend, folder):
     """Take two steps and save the state; resume a second model from the file on all ranks, and return its buffers."""
     model = Counting()
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
@@ -163,7 +163,7 @@ def buffers_after(backend, folder):
 
 
 def test_all_buffers_of_each_rank_are_restored(typical, tmp_path):
-    found = typical(buffers_after, tmp_path)
+    found = typical(buffers_after_resume, tmp_path)
     counts = [2 * (1 + rank) for rank in range(len(found))]
     assert [rank["count"] for rank in found] == [rank["kept"] for rank in found] == counts
     with connect("local") as backend:
@@ -712,20 +712,20 @@ def test_running_statistics_of_ranks_without_samples_do_not_count(many, tmp_path
     many(statistics_without_samples, str(tmp_path))
 
 
-def uneven_norms(backend, first):
-    """Train with SyncBatchNorm on two batches per rank, or one if ``first``. The last rank has one batch fewer."""
+def uneven_norms(backend, one_batch):
+    """Train with SyncBatchNorm on two batches per rank, or on one if ``one_batch``. The last rank has one batch fewer."""
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     synchronize_norms(model, backend)
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
-    batches = [batch(), batch(1)][first:]
+    batches = [batch(), batch(1)][one_batch:]
     with pytest.raises(RanksDifferError, match="different numbers of batches, and SyncBatchNorm needs a batch of every"):
         trainer.fit(batches[: len(batches) - (backend.rank == backend.size - 1)])
     assert trainer.fit([batch(2)])[0]["loss"] > 0  # training can continue
 
 
-@pytest.mark.parametrize("first", [False, True])
-def test_sync_batchnorm_refuses_different_numbers_of_batches_on_ranks(many, first):
-    many(uneven_norms, first)
+@pytest.mark.parametrize("one_batch", [False, True])
+def test_sync_batchnorm_refuses_different_numbers_of_batches_on_ranks(many, one_batch):
+    many(uneven_norms, one_batch)
 
 
 def test_sums_of_the_loss_ignore_torchs_default_device():
