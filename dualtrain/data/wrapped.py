@@ -97,9 +97,15 @@ def _length(dataset: Any, split: str) -> int:
 def _stacked(samples: list[Any]) -> Any:
     """Stack the samples into a batch. Raises ValueError or TypeError."""
     try:
-        return default_collate(samples)
+        batch = default_collate(samples)
     except RuntimeError as error:  # raised for tensors of different sizes or kinds
         raise ValueError(str(error).partition("\n")[0]) from error
+    # default_collate gives all inputs one dtype. In a worker, this is the first input's dtype, and others may overflow.
+    kinds = [str(getattr(next(iter(sample), None), "dtype", "")).removeprefix("torch.") for sample in samples]
+    entry = next((number for number, kind in enumerate(kinds) if kind != kinds[0]), 0)
+    if entry:
+        raise ValueError(f"the inputs have dtype {kinds[0]} at entry 0 and {kinds[entry]} at entry {entry}")
+    return batch
 
 
 def _unpickled(content: bytes) -> Samples:

@@ -161,6 +161,10 @@ def build_mixed():
     return samples, samples
 
 
+def build_dtypes():
+    return [(torch.ones(2, dtype=torch.uint8), 0), (torch.full((2,), 300), 0)], []
+
+
 def test_samples_that_cannot_be_batched_are_refused():
     mixed = load_data("tests.data.test_data_refusals:build_mixed", classes=2, workers=0)
     with pytest.raises(UserError, match="sample 0 of the dataset and others do not fit into one batch"):
@@ -174,6 +178,9 @@ def test_samples_that_cannot_be_batched_are_refused():
         UserError,
         match=r"sample 1 of the dataset and others do not fit .* in sample 1 and .* in sample 0",
     ):
+        next(task.train.stream([Batch(torch.tensor([1, 0]))], torch.device("cpu")))
+    task = load_data("tests.data.test_data_refusals:build_dtypes", classes=2, workers=0)
+    with pytest.raises(UserError, match=r"sample 1 .* the inputs have dtype int64 in sample 1 and uint8 in sample 0"):
         next(task.train.stream([Batch(torch.tensor([1, 0]))], torch.device("cpu")))
 
 
