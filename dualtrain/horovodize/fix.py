@@ -109,9 +109,12 @@ def _move_lines(text: str, origins: list[int], edits: Sequence[Edit]) -> None:
 
 
 def _encoded(file: ScriptFile, result: Repaired) -> bytes:
-    if file.text.encode(file.encoding) != file.data:
-        raise UserError(f"{file.name} cannot be written again byte for byte in {file.encoding}: save it as UTF-8 first")
-    return result.source.text.encode(file.encoding)
+    try:
+        if file.text.encode(file.encoding) == file.data:
+            return result.source.text.encode(file.encoding)
+    except UnicodeError:  # idna, for example, cannot encode long words
+        pass
+    raise UserError(f"{file.name} cannot be written again byte for byte in {file.encoding}: save it as UTF-8 first")
 
 
 def _write(file: ScriptFile, data: bytes, written: Sequence[str]) -> None:

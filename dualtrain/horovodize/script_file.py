@@ -38,7 +38,7 @@ def read_script(name: str) -> ScriptFile:
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         text = data.decode(encoding)
-    except (SyntaxError, UnicodeDecodeError):
+    except (SyntaxError, UnicodeError, LookupError):  # LookupError: not an encoding of text, such as hex
         raise UserError(
             f"the script {name!r} is not text in UTF-8, or in the encoding that its first lines declare: name a Python "
             "source file"

@@ -512,9 +512,12 @@ def test_repairs_are_listed_with_the_original_line_numbers(tmp_path, capsys):
         (["good.py", "bad.py"], "bad.py:1 is not valid Python"),
         (["good.py", "none.py"], "cannot read the script 'none.py'"),
         (["good.py", "binary.py"], "is not text in UTF-8"),
+        (["good.py", "hex.py"], "is not text in UTF-8, or in the encoding that its first lines declare"),
+        (["good.py", "undefined.py"], "is not text in UTF-8, or in the encoding that its first lines declare"),
         (["good.py", "folder"], "cannot read the script 'folder'"),
         (["good.py", "deep.py"], "is not valid Python"),
         (["good.py", "iso.py"], "cannot be written again byte for byte in iso2022_jp"),
+        (["good.py", "idna.py"], "cannot be written again byte for byte in idna"),
     ],
 )
 def test_bad_input_gives_an_error_of_one_line_and_changes_nothing(tmp_path, monkeypatch, arguments, words, capsys):
@@ -525,6 +528,8 @@ def test_bad_input_gives_an_error_of_one_line_and_changes_nothing(tmp_path, monk
     Path("deep.py").write_text("(" * 5000)
     Path("binary.py").write_bytes(b"\x00\xff")
     Path("iso.py").write_bytes(b"# coding: iso2022_jp\nx = '\x1b(B'\n")
+    for encoding in ("hex", "undefined", "idna"):
+        Path(f"{encoding}.py").write_text(f"# coding: {encoding}\n{'x' * 64} = 1\n")
     Path("folder").mkdir()
     assert main(["--fix", *arguments]) == 2
     out, err = capsys.readouterr()
