@@ -73,8 +73,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         carry: the former name of ``extra``; deprecated.
 
     Raises:
-        TypeError: ``optimizer`` is not an optimizer, ``named_parameters`` is a module or a dict, or ``backend`` is not what
-            ``connect()`` returns.
+        TypeError: ``optimizer`` is not an optimizer, ``named_parameters`` does not consist of pairs (it is a module or a
+            dict, for example), or ``backend`` is not what ``connect()`` returns.
         ValueError: ``named_parameters`` lacks a parameter of the optimizer or has a name twice, the gradient of a parameter
             cannot be averaged, or an option is out of its bounds.
     """

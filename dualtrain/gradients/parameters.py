@@ -56,16 +56,20 @@ def name_parameters(
     Without ``named``, names are numbers (see :func:`number_parameters`), in the order of the groups.
 
     Raises:
-        TypeError: ``optimizer`` is not an optimizer, or ``named`` is a module or a dict.
+        TypeError: ``optimizer`` is not an optimizer, or ``named`` does not consist of pairs, but is a module, for example.
         ValueError: ``named`` has a name twice, or lacks a parameter of the optimizer.
     """
     check_optimizer(optimizer)
     theirs = number_parameters(optimizer.param_groups)
     if named is None:
         return theirs
-    if isinstance(named, nn.Module | Mapping):
+    if isinstance(named, nn.Module | Mapping) or not isinstance(named, Iterable):
         raise TypeError(f"named_parameters is a {type(named).__name__}: pass model.named_parameters()")
     pairs = list(named)
+    other = next((pair for pair in pairs if not isinstance(pair, tuple | list) or len(pair) != 2), None)
+    if other is not None:
+        found = f"a {type(other).__name__} in place of (name, parameter)"
+        raise TypeError(f"named_parameters has {found}: pass model.named_parameters()")
     doubled = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
     if doubled:
         raise ValueError(f"named_parameters has the name {doubled[0]!r} twice: pass model.named_parameters()")

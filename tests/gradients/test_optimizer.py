@@ -585,6 +585,8 @@ def wrong_names_and_options(backend):
     for given in (model, dict(model.named_parameters())):
         with pytest.raises(TypeError, match=rf"is a {type(given).__name__}: pass model\.named_parameters\(\)"):
             DistributedOptimizer(inner, given, backend=backend)
+    with pytest.raises(TypeError, match=r"has a Parameter in place of \(name, parameter\): pass model"):
+        DistributedOptimizer(inner, model.parameters(), backend=backend)
     with pytest.raises(ValueError, match="unused='all' is not known"):
         wrap(inner, model, backend, unused="all")
     with pytest.raises(ValueError, match="some parameters appear"):
