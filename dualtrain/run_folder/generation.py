@@ -140,8 +140,9 @@ def is_newest(folder: Path, number: int, status: os.stat_result) -> bool:
     try:
         descriptor = os.open(path_of(folder, number), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
-        # If a person has removed the file or the folder, this generation stays valid until there is a newer one.
-        return newest(folder) <= number
+        # If a person has removed the file or the folder, this generation stays valid until another process uses the folder.
+        # That process then counts from 1 again, so its number may be lower.
+        return newest(folder) in (0, number)
     try:
         return os.path.samestat(os.fstat(descriptor), status) and not os.path.lexists(path_of(folder, number + 1))
     finally:

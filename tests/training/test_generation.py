@@ -112,17 +112,20 @@ def test_a_start_on_another_host_replaces_a_process_that_does_not_renew_its_file
         FolderLock().take(tmp_path, LIMIT)
 
 
-def test_a_process_keeps_its_lock_if_its_folder_is_removed_or_emptied(tmp_path):
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_process_keeps_its_lock_if_its_folder_is_removed_until_another_process_uses_it(tmp_path, number):
     folder = tmp_path / "run"
     folder.mkdir()
+    for _ in range(1, number):
+        locked(folder).release()
     lock = locked(folder)
-    generation.path_of(folder, 1).unlink()
+    assert lock.generation == number
+    generation.path_of(folder, number).unlink()
     assert lock.is_mine()
     folder.rmdir()
     assert lock.is_mine()
     folder.mkdir()
-    other = locked(folder)
-    assert other.generation == lock.generation == 1
+    assert locked(folder).generation == 1
     assert not lock.is_mine()
 
 
