@@ -194,20 +194,27 @@ def write_weights(path: Path, weights: dict[str, torch.Tensor], step: int, lock:
 
 def step_of(path: Path) -> int | None:
     """Read the step from a file of :func:`write_weights`; ``None`` if the file is missing or damaged, or has no step."""
-    try:
-        with readable_path(path) as file:
-            step = record_in(file).get("step")
-    except Exception:  # safetensors raises errors of many types for bad bytes
-        return None
+    step = _record(path).get("step")
     return step if type(step) is int else None
 
 
-def has_weights(path: Path, step: int) -> bool:
+def _record(path: Path) -> dict[str, Any]:
+    """Return the record in a file of :func:`write_weights`; an empty dict if the file is missing or damaged."""
+    try:
+        with readable_path(path) as file:
+            return record_in(file)
+    except Exception:  # safetensors raises errors of many types for bad bytes
+        return {}
+
+
+def has_weights(path: Path, step: int, sha256: str | None = None) -> bool:
     """Return whether a file holds the weights of ``step``, undamaged. Reads the whole file.
+
+    ``sha256`` is the hash of these weights, if the caller knows it. Files of versions up to 0.2.0 have no hash.
 
     Raises MemoryError or RuntimeError if memory is too small.
     """
-    if step_of(path) != step:
+    if step_of(path) != step or sha256 not in (None, _record(path).get("weights_sha256", sha256)):
         return False
     try:
         read_safetensors(path)

@@ -195,7 +195,7 @@ def _has_ended(folder: Path, summary: Mapping[str, Any], settings: Mapping[str, 
         summary.get("planned") == {name: settings[name] for name in PLANNED}
         and summary.get("global_batch") == step.global_batch(settings["virtual_ranks"] or size)
         and {"steps", "val_accuracy", "samples_per_second", "weights_sha256"} <= summary.keys()
-        and has_weights(folder / "model.safetensors", summary["steps"])
+        and has_weights(folder / "model.safetensors", summary["steps"], summary["weights_sha256"])
     )
 
 

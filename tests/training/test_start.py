@@ -19,7 +19,7 @@ from dualtrain import Trainer
 from dualtrain.backends import connect
 from dualtrain.config import parse
 from dualtrain.errors import UserError
-from dualtrain.run_folder import checkpoint
+from dualtrain.run_folder import checkpoint, run_dir
 from dualtrain.training import start
 from tests.hvd.worlds import worlds
 
@@ -84,6 +84,16 @@ def test_resume_auto_begins_a_run_or_resumes_it_or_reports_its_end(tmp_path, cap
     assert ends == f"--resume auto: the run in {folder} has ended after step 6: nothing is left to train"
     assert done.startswith("done: val accuracy")
     assert ended["weights_sha256"][:16] in done
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "summary.json"])
+def test_a_run_whose_model_is_not_that_of_its_summary_has_not_ended(tmp_path, name):
+    ended, _ = alone(tmp_path / "run", 1), alone(tmp_path / "other", 1, "--seed", "1")
+    shutil.copy(tmp_path / "other" / name, tmp_path / "run" / name)
+    assert auto(tmp_path / "run", 1)["weights_sha256"] == ended["weights_sha256"]
+    files = [path / "model.safetensors" for path in (tmp_path / "run", tmp_path / "other")]
+    assert run_dir.has_weights(files[0], ended["steps"], ended["weights_sha256"])
+    assert not run_dir.has_weights(files[1], ended["steps"], ended["weights_sha256"])
 
 
 def test_a_damaged_checkpoint_is_skipped(tmp_path, capsys, caplog):
