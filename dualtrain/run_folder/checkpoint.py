@@ -190,11 +190,27 @@ def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
     steps = with_best(folder)
     for path in sorted(steps, key=lambda path: (steps[path], generation_in(path)[0]), reverse=True):
         try:
-            return load(path), problems
+            tree = load(path)
         except DamagedError as error:
             problems.append(str(error))
+            continue
+        problem = problem_of_name(path, tree, steps[path])
+        if not problem:
+            return tree, problems
+        problems.append(problem)
     none = f"{str(folder)!r} holds no good checkpoint to resume from: give --resume auto, which then begins at step 0"
     raise UserError("; ".join([*problems, none]))
+
+
+def problem_of_name(path: Path, tree: dict[str, Any], step: int) -> str:
+    """Return what is wrong if the checkpoint ``tree`` in the file ``path`` holds another step than ``step``, else "".
+
+    Nothing is wrong if the tree has no cursor: then it is not a run's checkpoint, and the caller refuses it.
+    """
+    cursor = tree.get("cursor")
+    if not isinstance(cursor, dict) or cursor.get("step") == step:
+        return ""
+    return f"checkpoint {str(path)!r} holds step {cursor.get('step')}, unlike its name: remove it"
 
 
 def set_aside(folder: Path, step: int, lock: FolderLock) -> None:

@@ -231,10 +231,10 @@ def _newest(
         if saved is None:
             problems.append(problem)
             continue
-        cursor = saved.get("cursor")  # compare_with_checkpoint refuses a file without one
-        if isinstance(cursor, dict) and cursor.get("step") != file.step:
-            path = folder / "checkpoints" / file.name
-            problems.append(f"checkpoint {str(path)!r} holds step {cursor.get('step')}, unlike its name: remove it")
+        path = folder / "checkpoints" / file.name
+        problem = checkpoint.problem_of_name(path, saved, file.step)
+        if problem:
+            problems.append(problem)
             continue
         try:
             compare_with_checkpoint(saved, settings, folder)
@@ -243,7 +243,6 @@ def _newest(
         _warn_of_different_checkpoints(file, files, backend)
         sent = all(other.rank or other.identity != file.identity for other in files)
         sender = f", sent by rank {file.rank} of {backend.size}" if sent else ""
-        path = folder / "checkpoints" / file.name
         what = f"resuming from step {file.step}, since {path} is the newest good checkpoint{sender}"
         _print_start(backend, trigger, what, problems)
         return saved, _copies(folder, file, saved, backend) if sent else {}
