@@ -118,7 +118,10 @@ class Slot:
     def unpack(self) -> None:
         """Make ``param.grad`` a tensor that shares the memory of ``view``."""
         alias = self.alias
-        if alias.data_ptr() != self.address or alias.stride() != self.strides:  # the user has assigned to ``alias.data``
+        # In torch, a new gradient has no attributes and no graph: the user may have set them on an earlier one.
+        marked = alias.requires_grad or vars(alias)
+        # The user may also have assigned to ``alias.data``.
+        if marked or alias.data_ptr() != self.address or alias.stride() != self.strides:
             if self.exposed.data_ptr() != self.address:  # ``share_memory_()`` has moved the memory of the gradients
                 self.exposed = self.view.data
             self.alias = alias = self.exposed.detach()

@@ -395,3 +395,21 @@ def test_averages_of_other_ranks_gradients_may_be_replaced(typical):
 
 def test_changes_after_backward_are_kept(typical):
     typical(changes_after_backward)
+
+
+def marks_gradients(backend, inputs):
+    """After each step, set an attribute on the gradients, and multiply them by a factor that has a gradient itself."""
+    model, factor = seeded(nn.Linear(inputs, 2)), torch.ones((), requires_grad=True)
+    optimizer = sgd(model, backend)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(inputs) * backend.rank).square().sum().backward()
+        assert not any(p.grad.requires_grad or vars(p.grad) for p in model.parameters())
+        optimizer.step()
+        for p in model.parameters():
+            p.grad.mul_(factor).seen = True
+    optimizer.close()
+
+
+def test_new_gradients_have_no_attributes_or_graph_of_earlier_ones(typical):
+    typical.each(marks_gradients, [(inputs,) for inputs in INPUTS])
