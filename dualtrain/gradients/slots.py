@@ -118,8 +118,8 @@ class Slot:
     def unpack(self) -> None:
         """Make ``param.grad`` a tensor that shares the memory of ``view``."""
         alias = self.alias
-        # In torch, a new gradient has no attributes and no graph: the user may have set them on an earlier one.
-        marked = alias.requires_grad or vars(alias)
+        # In torch, a new gradient has no attributes and no graph. The user may have set them on an earlier gradient.
+        marked = self.param.grad is not alias and (alias.requires_grad or vars(alias))
         # The user may also have assigned to ``alias.data``.
         if marked or alias.data_ptr() != self.address or alias.stride() != self.strides:
             if self.exposed.data_ptr() != self.address:  # ``share_memory_()`` has moved the memory of the gradients

@@ -397,14 +397,17 @@ def test_changes_after_backward_are_kept(typical):
     typical(changes_after_backward)
 
 
-def marks_gradients(backend, inputs):
+def marks_gradients(backend, inputs, none):
     """After each step, set an attribute on the gradients, and multiply them by a factor that has a gradient itself."""
     model, factor = seeded(nn.Linear(inputs, 2)), torch.ones((), requires_grad=True)
     optimizer = sgd(model, backend)
-    for _ in range(3):
-        optimizer.zero_grad()
+    for step in range(3):
+        optimizer.zero_grad(set_to_none=none)
         model(torch.ones(inputs) * backend.rank).square().sum().backward()
-        assert not any(p.grad.requires_grad or vars(p.grad) for p in model.parameters())
+        for p in model.parameters():
+            # As in torch: with set_to_none=False, the gradient stays the same tensor.
+            assert hasattr(p.grad, "seen") == (step > 0 and not none)
+            assert not p.grad.requires_grad
         optimizer.step()
         for p in model.parameters():
             p.grad.mul_(factor).seen = True
@@ -412,4 +415,4 @@ def marks_gradients(backend, inputs):
 
 
 def test_new_gradients_have_no_attributes_or_graph_of_earlier_ones(typical):
-    typical.each(marks_gradients, [(inputs,) for inputs in INPUTS])
+    typical.each(marks_gradients, [(inputs, none) for inputs in INPUTS for none in (True, False)])
