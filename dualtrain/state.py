@@ -125,8 +125,10 @@ def average_buffers(model: torch.nn.Module, backend: Backend) -> None:
     so that all ranks have the same model.
 
     Raises:
+        TypeError: ``backend`` is not what ``connect()`` returns.
         BackendError: the names or shapes of the ranks' buffers differ, a rank failed, or the call timed out.
     """
+    check_backend(backend)
     _average_buffers(_common_buffers(model, backend), backend)
 
 

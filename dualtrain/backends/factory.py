@@ -110,12 +110,17 @@ def connect(
         The backend; close it, or use it in a ``with`` statement.
 
     Raises:
-        UserError: a name is unknown; the device does not exist, or is a GPU although ``transport`` is ``"shm"``;
-            ``timeout`` is not a number of seconds above 0; the backend does not support ``default_group``; a library is
-            missing; two ranks use the same GPU with NCCL; the ranks have different versions of dualtrain, kinds of device
-            or transports; or the world cannot be joined, or its size is not the number of processes that were started.
+        UserError: a name is unknown; ``world`` is not a ``World``; the device does not exist, or is a GPU although
+            ``transport`` is ``"shm"``; ``timeout`` is not a number of seconds above 0; the backend does not support
+            ``default_group``; a library is missing; two ranks use the same GPU with NCCL; the ranks have different versions
+            of dualtrain, kinds of device or transports; or the world cannot be joined, or its size is not the number of
+            processes that were started.
         BackendError: another rank failed, or did not continue in time, after it had joined the world.
     """
+    if world is not None and not isinstance(world, World):
+        raise UserError(
+            f"world={world!r} is not a World: leave it out under a launcher, or give dualtrain.World(rank, size, …)"
+        )
     world = detect_world() if world is None else world
     if name == "auto" and world.launcher == "none" and world.size == 1:
         _refuse_to_train_alone()

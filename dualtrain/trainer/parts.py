@@ -33,6 +33,17 @@ def passes_of(batches: ShardBatches | Evaluation) -> Iterable[Tensors]:
     return cast("Iterable[Tensors]", batches)
 
 
+def checked_batch(batch: Any) -> Tensors:
+    """Return ``batch``. Raises TypeError if it is not a pair (inputs, targets).
+
+    A tensor of two rows could be unpacked too: in ``step((inputs, targets, weights))``, each tensor would be one batch.
+    """
+    if isinstance(batch, Sequence) and len(batch) == 2:
+        return batch[0], batch[1]
+    found = type(batch).__name__ + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
+    raise TypeError(f"step() is given a {found} in place of a batch: a batch is a pair, (inputs, targets)")
+
+
 class Parts(Protocol):
     """Division of a trainer's steps into parts, and the state that the parts of the next step depend on.
 
@@ -96,7 +107,8 @@ class RankParts:
             raise TypeError("step() is given a tensor: give batches (inputs, targets), one for each backward pass")
         number, mine = 0, passes_of(cast("ShardBatches", batches))
         count = known_length(mine)
-        for number, (inputs, targets) in enumerate(mine, 1):
+        for number, batch in enumerate(mine, 1):
+            inputs, targets = checked_batch(batch)
             passes.compute(inputs, targets, expected, passes.load, send=number == count)
             self._trained = True
         if not number:

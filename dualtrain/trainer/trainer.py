@@ -208,8 +208,8 @@ class Trainer:
             The sums over all ranks; its attribute ``loss`` is the mean loss.
 
         Raises:
-            TypeError: ``batches``, or one of its entries for :attr:`shards`, is a tensor; or the loss returns neither a
-                mean nor the pair of an ``Objective``.
+            TypeError: ``batches``, or one of its entries for :attr:`shards`, is a tensor; a batch is not a pair; or the
+                loss returns neither a mean nor the pair of an ``Objective``.
             ValueError: ``expected`` is not a finite number above 0, the number of control flags is not ``CONTROL_FLAGS``,
                 or the loss has no gradient. With virtual ranks also: ``batches`` does not have one entry for each of
                 :attr:`shards`; or, on every rank, forward has changed state that the shards of a step share (see
@@ -534,10 +534,14 @@ class Trainer:
             UserError: the state is of a different number of virtual ranks, or has a schedule and this trainer has none, or
                 vice versa.
             RuntimeError: the state is of a different model, or is of a trainer without ``amp="fp16"``, and this one has it.
+            ValueError: an entry of the state is missing.
             ValueError, KeyError: the state is of a different optimizer.
         """
         if not isinstance(state, dict):
             raise TypeError(f"state is of type {type(state).__name__}: give what state_dict() has returned")
+        missing = [name for name in ("model", "optimizer", "schedule", "scaler", "ema") if name not in state]
+        if missing:
+            raise ValueError(f"the state has no {missing[0]!r}: give what state_dict() has returned")
         if (self.schedule is None) != (state["schedule"] is None):
             has, cure = ("no", "without") if state["schedule"] is None else ("a", "with a")
             raise UserError(f"the state has {has} schedule, unlike this trainer: make the trainer {cure} schedule")

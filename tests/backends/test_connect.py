@@ -53,6 +53,11 @@ def test_the_refusal_of_an_unknown_backend_lists_the_known_backends():
         connect("nccl")
 
 
+def test_a_world_of_the_wrong_type_is_refused():
+    with pytest.raises(UserError, match="world=3 is not a World: leave it out under a launcher"):
+        connect("torch", world=3)
+
+
 def test_the_refusal_of_an_unknown_value_of_dualtrain_backend_lists_the_known_values():
     with pytest.raises(
         UserError, match="DUALTRAIN_BACKEND='nccl' is not known: set it to auto, torch or horovod, or unset it"

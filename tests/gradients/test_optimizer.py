@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from dualtrain import (
     BackendError,
     DistributedOptimizer,
+    average_buffers,
     broadcast_optimizer_state,
     broadcast_parameters,
     connect,
@@ -564,6 +565,7 @@ def test_arguments_of_a_wrong_type_are_refused():
             lambda wrong=wrong: DistributedOptimizer(inner, backend=wrong),
             lambda wrong=wrong: broadcast_parameters(model, wrong),
             lambda wrong=wrong: broadcast_optimizer_state(inner, wrong),
+            lambda wrong=wrong: average_buffers(model, wrong),
         ):
             with pytest.raises(TypeError, match=rf"backend is a {type(wrong).__name__}: give what connect\(\) returns"):
                 call()

@@ -475,6 +475,8 @@ def test_epochs_and_states_of_wrong_types_are_refused():
         assert len(trainer.fit([data(8)], torch.tensor(2))) == 2
         with pytest.raises(TypeError, match="state is of type NoneType: give what state_dict"):
             trainer.load_state_dict(None)
+        with pytest.raises(ValueError, match="the state has no 'optimizer': give what state_dict"):
+            trainer.load_state_dict({"model": model.state_dict()})
 
 
 @pytest.mark.parametrize("compress", ["none", "bf16"])
