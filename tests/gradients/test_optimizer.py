@@ -721,6 +721,10 @@ def test_a_compiled_step_with_collectives_gives_the_result_of_a_plain_one():
     torch.testing.assert_close(*found, **EXACT)
 
 
+@pytest.mark.skipif(
+    not hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy"),
+    reason=f"torch {torch.__version__} compiles the hooks of gradients too, and then refuses queue_callback",
+)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 def test_a_step_whose_backward_is_compiled_gives_the_result_of_a_plain_one():
     found = []
