@@ -12,9 +12,12 @@ from dualtrain.horovodize.source import Function, Source
 def lines_of_unused(source: Source) -> set[int]:
     """Return the lines of functions that nothing in the program uses; no lines if the file may be a library.
 
-    A function with a decorator counts as used, because the decorator may register it. A method of a class with a base class
-    counts as used, because the base class may call it. Special methods, and functions that a launcher may call
-    (``ENTRY_POINTS``), count as used, too.
+    A use inside of an unused function, or inside of the function itself, does not count. These functions count as used:
+
+    - functions with a decorator, which may register them;
+    - methods of a class with a base class, a metaclass or a decorator, which may call them;
+    - methods whose names begin with ``__``, such as special methods;
+    - functions that a launcher may call (``ENTRY_POINTS``).
     """
     functions = [node for node in source.nodes if isinstance(node, Function) and _may_be_unused(source, node)]
     if not functions or not _is_started(source):

@@ -20,8 +20,9 @@ def make_program(sources: Sequence[Source]) -> None:
 def _wrapped_names(sources: Sequence[Source]) -> set[str]:
     """Return the names of the variables of a program that hold an hvd.DistributedOptimizer.
 
-    These are the variables to which an hvd.DistributedOptimizer is assigned. Parameters to which such a variable is
-    passed, and copies of it, count too, unless the program assigns an unwrapped optimizer to the same name.
+    These are the variables to which an hvd.DistributedOptimizer is assigned. Copies of such a variable count too, and so
+    do parameters to which it is passed, if the program defines the called function only once. But a name to which the
+    program assigns an unwrapped optimizer counts neither as a copy nor as a parameter.
     """
     names = set().union(*(source.wrapped for source in sources))
     plain = {name for source in sources for name in source.plain_optimizers}
@@ -42,8 +43,8 @@ def _receiving(source: Source, names: set[str], defined: Mapping[str, list[str]]
     for call in source.calls:
         parameters = defined.get(last_name(call.func), [])
         yield from (p for p, value in zip(parameters, call.args, strict=False) if last_name(value) in names)
-        given = ((word.arg, word.value) for word in call.keywords if word.arg in parameters)
-        yield from (name for name, value in given if name and last_name(value) in names)
+        keywords = ((word.arg, word.value) for word in call.keywords if word.arg in parameters)
+        yield from (name for name, value in keywords if name and last_name(value) in names)
     for target, value, _ in source.assignments:
         if isinstance(value, ast.Name) and value.id in names:
             yield target.rpartition(".")[2]

@@ -72,7 +72,7 @@ class HorovodReducer(ABC):
             :meth:`enter_world` is called.
         name: name of the reducer's operations.
         ready: number of parameters for which all ``passes`` are done.
-        dirty: whether a backward pass has run since gradients were last synchronized.
+        dirty: whether a backward pass has run since the last :meth:`reset_passes`; false after :meth:`close`.
     """
 
     def __init__(self, base_name: str, process_set: ProcessSet, passes: int) -> None:
@@ -86,7 +86,8 @@ class HorovodReducer(ABC):
         #: to a later exchange.
         self._dirty_after_drop = False
         self.closed = False
-        #: Whether gradients were discarded by ``discard_step``, and the program has not called ``zero_grad`` since.
+        #: Whether ``discard_step`` has discarded gradients, and since then neither ``zero_grad`` was called nor an exchange
+        #: begun.
         self.discarded = False
         self._generation = 0
         self._late: list[tuple[str, torch.nn.Parameter]] = []  # added later; not in the layout yet
@@ -135,8 +136,9 @@ class HorovodReducer(ABC):
         """Combine the gradients over the ranks, unless ``is_reduced()``. Collective; blocks.
 
         Raises:
-            HorovodInternalError: a rank failed, a rank has different parameters, or Horovod was shut down. All gradients
-                are then ``None`` if some of them may be sums already.
+            HorovodInternalError: a rank failed, a rank refused the exchange, the ranks' parameters differ, a rank discarded
+                a step whose gradients another rank uses, or Horovod was shut down. All gradients are then ``None`` if some
+                of them may be sums already.
             ValueError: the process set is not in use, or the gradient of an unfrozen parameter cannot be averaged.
             RuntimeError: the reducer was closed, by ``close`` or by a later optimizer of some of its parameters.
         """
@@ -158,7 +160,11 @@ class HorovodReducer(ABC):
             raise
 
     def _complete_dropped(self) -> None:
-        """Complete the exchanges whose results a rank discards. Collective; blocks."""
+        """Complete the exchanges whose results a rank discards. Collective; blocks.
+
+        Raises:
+            HorovodInternalError: this rank needs a result that another rank discards. The world was ended.
+        """
         while self.exchange_is_discarded():
             # This rank needs the result if it began backward before a rank discarded the exchange.
             if self.exchanging or (self.dirty and not self._dirty_after_drop):
@@ -232,6 +238,7 @@ class HorovodReducer(ABC):
 
         Raises:
             HorovodInternalError: this rank's optimizer does not have one of these parameters. The world was ended.
+            ValueError: as :meth:`enter_world`.
         """
         self.enter_world()
         known = set(self.added)
@@ -314,7 +321,8 @@ class HorovodReducer(ABC):
     def add(self, named_parameters: Named) -> None:
         """Combine the gradients of these parameters too, from the next ``reduce`` on. Must be called on every rank.
 
-        After :meth:`close`, no gradients are combined, so the parameters get no hooks.
+        Closes the reducers that this one replaces (:meth:`close_replaced`). After :meth:`close`, no gradients are combined,
+        so the parameters get no hooks.
 
         Raises:
             ValueError: a parameter's gradient cannot be averaged; no parameter was added.
@@ -391,7 +399,10 @@ class HorovodReducer(ABC):
                 old.close()
 
     def begin_world(self) -> None:
-        """Add late and unfrozen parameters to the layout, because no rank has sent gradients in the new world yet."""
+        """Add late and unfrozen parameters to the layout, because no rank has sent gradients in the new world yet.
+
+        Does nothing after :meth:`close`.
+        """
         if not self.closed:
             self.add_unfrozen()
             self._add_late()
@@ -424,7 +435,15 @@ class HorovodReducer(ABC):
         self.refusals.record_replacement(attribute, name)
 
     def gradient_ready(self, slot: Slot) -> None:
-        """Count one more backward pass for a gradient. Raises AssertionError after too many passes, as Horovod does."""
+        """Count one more backward pass for a gradient. After the last pass, call :meth:`slot_ready`.
+
+        If a rank discards the exchange, the gradient is only counted.
+
+        Raises:
+            AssertionError: there were too many passes, as on Horovod.
+            ValueError: as :meth:`enter_world`.
+            HorovodInternalError: this process was forked from a rank.
+        """
         self.enter_world()
         basics.engine().check_process()  # before the gradient is copied to a bucket, which may be in shared memory
         self.renew()

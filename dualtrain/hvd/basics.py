@@ -114,7 +114,10 @@ def _some_of(world: World, ranks: list[int]) -> World:
 
 
 def shutdown() -> None:
-    """Leave the world. Other ranks' calls fail from now on, as on Horovod. A second call does nothing."""
+    """Leave the world. Other ranks' calls fail from now on, as on Horovod. A second call does nothing.
+
+    A process that was forked from a rank only forgets the world: the rank stays in it.
+    """
     global _current
     if _current is None:
         return

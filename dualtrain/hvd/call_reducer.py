@@ -53,7 +53,7 @@ class CallReducer(HorovodReducer):
         self._checked = False  # whether self._refusals was set up for the current parameters
         self._reduced = False
         self.add(named)
-        self.made = basics.reducers.callers.register(self)
+        self.number = basics.reducers.callers.register(self)
 
     @property
     def refusals(self) -> Refusals:
@@ -152,6 +152,6 @@ class CallReducer(HorovodReducer):
         handle = -1
         if tensors:
             options = reduction_options(self.name, self._op, 1 / self._predivide, self._predivide, self.process_set)
-            more = {"frozen": frozen, "made": basics.reducers.callers.position(self), "added": self.added}
+            more = {"frozen": frozen, "position": basics.reducers.callers.position(self), "added": self.added}
             handle = start(ALLREDUCE, tensors, {**options, **more}, grouped=True, in_place=True)
         return handle, [ctx for _, ctx in packed]

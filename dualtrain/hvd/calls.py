@@ -1,7 +1,8 @@
 """The collective operations: for each, the checks of its arguments, its request, and its gradient.
 
 The gradients are Horovod's, and some differ from the mathematical ones: the gradients of ``allgather`` and ``broadcast``
-are averages instead of sums, and the gradients of ``reducescatter`` are multiplied by the number of ranks.
+are averages instead of sums, and the gradients of ``reducescatter`` are multiplied by the number of ranks. The gradient of
+``allreduce`` is the same reduction of the gradients, even for Min, Max, Product and Adasum.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ def _scales(options: Options) -> Options:
 
 
 def _average(grads: Gradients, process_set: ProcessSet) -> Gradients:
+    """Return the averages of ``grads`` over the ranks. Collective; blocks; differentiable."""
     return differentiable(ALLREDUCE, grads, reduction_options(None, Average, 1.0, 1.0, process_set), grouped=True)
 
 
@@ -81,7 +83,7 @@ def _allreduce(kind: str, tensors: Tensors, outputs: Tensors | None, options: Op
     if compat.enabled() and any(tensor.dtype == torch.float16 for tensor in tensors):
         compat.note(compat.HALF)
     # Calls for an optimizer's gradients have three more options.
-    more = {name: options[name] for name in ("frozen", "made", "added") if name in options}
+    more = {name: options[name] for name in ("frozen", "position", "added") if name in options}
     return engine().submit(kind, options["name"], set_id, tensors, outputs, op=op, **_scales(options), **more)
 
 

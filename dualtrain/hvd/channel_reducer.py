@@ -30,9 +30,10 @@ class ChannelReducer(HorovodReducer):
 
     As on Horovod, and unlike with :class:`~dualtrain.gradients.GradientReducer`, backward never waits for another rank.
     So the number and the order of backward passes may differ between ranks. Every step has one exchange: the communication
-    that combines the gradients over the ranks. Before the first exchange, each rank requests the channel from rank 0. The
-    request describes the rank's parameters and options, and lists its sparse gradients. Rank 0 compares the parameters and
-    options. All ranks send a gradient as a sparse gradient if it is sparse on any rank.
+    that combines the gradients over the ranks. Before the first exchange, and again after parameters were added, each rank
+    requests the channel from rank 0. The request describes the rank's parameters and options, and lists its sparse
+    gradients. Rank 0 compares the parameters and options. All ranks send a gradient as a sparse gradient if it is sparse on
+    any rank.
 
     Args:
         named: the parameters, the same on every rank of ``process_set``.
@@ -42,8 +43,10 @@ class ChannelReducer(HorovodReducer):
         transfer: how gradients are sent.
 
     Attributes:
-        exchanges: number of exchanges in this world, including those in which this rank contributed zeros after ``join``.
-        announced: indices (from 1) of the exchanges during which this rank knew that a rank had called ``join``.
+        exchanges: number of exchanges that this rank has begun in this world, including those in which it contributed zeros
+            after ``join``.
+        announced: indices (from 1) of the exchanges during which this rank knew that a rank had called ``join``; emptied
+            when the averages of such an exchange are corrected.
 
     Raises:
         ValueError: the backend cannot send the transfer's dtype, or a parameter's gradient cannot be averaged.
@@ -68,7 +71,7 @@ class ChannelReducer(HorovodReducer):
         self._waits = False  # whether the main thread waits for the exchange
         self._refused = False  # whether the ranks have refused the last exchange
         self.add(named)
-        self.made = basics.reducers.exchangers.register(self)
+        self.number = basics.reducers.exchangers.register(self)
 
     @property
     def refusals(self) -> Refusals:
@@ -152,7 +155,7 @@ class ChannelReducer(HorovodReducer):
     def take_part(self, divide_by: str) -> None:
         """Send zeros for one exchange, because this rank has joined; do not wait for the sums.
 
-        If a backward pass has begun the exchange, send this rank's gradients instead.
+        If a backward pass has begun the exchange, send this rank's gradients instead, unless a rank discards the exchange.
         """
         self.enter_world()
         if self.exchange_is_discarded() or not self.exchanging:
@@ -204,7 +207,10 @@ class ChannelReducer(HorovodReducer):
     # -- during backward --------------------------------------------------------------------------------------------
 
     def slot_ready(self, slot: Slot) -> None:
-        """Send complete buckets. Before the first exchange, request the channel as soon as all gradients are ready."""
+        """Send complete buckets, in order.
+
+        Until the ranks have agreed on the layout, send nothing, and request the channel once all gradients are ready.
+        """
         timeline = basics.engine().timeline
         if timeline.active:  # NEGOTIATE lasts until the bucket is sent, although only the first exchange negotiates
             self._traced = True
@@ -280,7 +286,7 @@ class ChannelReducer(HorovodReducer):
                 layout=[*self._describe_transfer(), *(slot.describe() for slot in slots)],
                 sparse=[[number, dims] for number, dims in sparse_dims(slots).items()],
                 buffers=buffer_sizes(slots, _SCALARS + 1, self._exchange.transfer),  # 1 for the flag of a refusal
-                then=self._start if start else None,
+                on_open=self._start if start else None,
             )
         return self._opening
 
@@ -296,7 +302,10 @@ class ChannelReducer(HorovodReducer):
         ]
 
     def _start(self, channel: Backend, sparse: list[list[int]]) -> None:
-        """Make and send all buckets, in the engine's thread: the main thread may wait for another optimizer's gradients."""
+        """Make and send all buckets, until a rank discards the exchange. Called in the engine's thread.
+
+        (The main thread cannot do this: it may be waiting for another optimizer's gradients.)
+        """
         self._use(channel, sparse)
         while self._exchange.schedule.has_unsent and not self.exchange_is_discarded():
             self._send_next()

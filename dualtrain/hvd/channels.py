@@ -1,8 +1,8 @@
 """The channels of a rank: one backend for the calls of each process set, and one for the gradients of each optimizer.
 
-If a channel has two ranks, both on one host, gradients on the CPU are summed through shared memory. The sums have the same
-bits as Gloo's, because a + b = b + a. With more ranks the bits may differ, so shared memory is used only if the user
-requests it.
+If a channel has two ranks, both on one host, gradients on the CPU are summed through shared memory, unless the user
+requests Gloo or the ranks cannot map the same memory. The sums have the same bits as Gloo's, because a + b = b + a. With
+more ranks the bits may differ, so shared memory is used only if the user requests it.
 
 Gloo has threads that do the work of an operation. In shared memory, the ranks' own threads do this work. So while a rank
 waits for one operation, it advances the operations of all its channels: other ranks may be waiting for any of them.
@@ -32,7 +32,7 @@ class Reducer(Protocol):
     base_name: str
     channel_name: str
     #: Number among the reducers of this kind and base name in this world, in the order in which this process made them.
-    made: int
+    number: int
     closed: bool
 
     def use_channel(self, channel_name: str) -> None:
@@ -99,26 +99,26 @@ class Registry(Generic[R]):
 
     def __init__(self) -> None:
         self._references: list[weakref.ref[R]] = []  # in the order of their registration
-        #: Base name → number of reducers that were made, or that existed at the start of this world.
-        self._made: Counter[str] = Counter()
+        #: Base name → how many reducers were made in this world, or existed at its start.
+        self._counts: Counter[str] = Counter()
 
     def register(self, reducer: R) -> int:
-        """Register ``reducer``: the engine will inform it when ranks join. Return the value of its ``made``."""
+        """Register ``reducer``: the engine will inform it when ranks join. Return its ``number``."""
         self._references = [reference for reference in self._references if reference() is not None]
         self._references.append(weakref.ref(reducer))
-        return self._number(reducer)
+        return self._next_number(reducer)
 
-    def _number(self, reducer: R) -> int:
-        self._made[reducer.base_name] += 1
-        return self._made[reducer.base_name]
+    def _next_number(self, reducer: R) -> int:
+        self._counts[reducer.base_name] += 1
+        return self._counts[reducer.base_name]
 
     def position(self, reducer: R) -> list[int]:
-        """Return the reducer's ``made``, and the number of all reducers of its kind and base name."""
-        return [reducer.made, self.count(reducer.base_name)]
+        """Return the reducer's ``number``, and how many reducers of its kind and base name there are."""
+        return [reducer.number, self.count(reducer.base_name)]
 
     def count(self, base_name: str) -> int:
-        """Return how many reducers were made, or existed at the start of this world."""
-        return self._made[base_name]
+        """Return how many reducers of this base name were made in this world, or existed at its start."""
+        return self._counts[base_name]
 
     def alive(self) -> list[R]:
         """Return the registered reducers that still exist, in the order of their registration."""
@@ -126,9 +126,9 @@ class Registry(Generic[R]):
 
     def enter_world(self) -> None:
         """Number the reducers that still exist anew, in the order of their registration."""
-        self._made.clear()
+        self._counts.clear()
         for one in self.alive():
-            one.made = self._number(one)
+            one.number = self._next_number(one)
 
 
 class Reducers:
@@ -148,7 +148,7 @@ class Reducers:
         self.unused: set[tuple[str, int]] = set()
 
     def claim(self, base_name: str) -> str:
-        """Return the name of an unused channel for a reducer: ``base_name`` and the lowest free number."""
+        """Claim a new channel for a reducer, and return its name: ``base_name`` and the lowest free number."""
         names = (f"{base_name}.{number}" for number in itertools.count(1))
         name = next(name for name in names if name not in self._claimed)
         self._claimed.add(name)
@@ -168,10 +168,10 @@ class Reducers:
         """
         base, alive = channel_name.rpartition(".")[0], registry.alive()
         known = [one for one in alive if one.channel_name == channel_name]
-        unused = self._unused(registry, base)
-        if len(unused) > 1:
-            unused = [one for one in unused if registry.position(one) == position]
-        found = next(iter(known + unused), None)
+        candidates = self._without_channel(registry, base)
+        if len(candidates) > 1:
+            candidates = [one for one in candidates if registry.position(one) == position]
+        found = next(iter(known + candidates), None)
         # If this rank has not made the reducer yet, the reducer takes the channel when it is made.
         if found is not None or position[0] <= registry.count(base):
             self._claimed.add(channel_name)
@@ -179,7 +179,7 @@ class Reducers:
             found.use_channel(channel_name)
         return found
 
-    def _unused(self, registry: Registry[R], base: str) -> list[R]:
+    def _without_channel(self, registry: Registry[R], base: str) -> list[R]:
         return [one for one in registry.alive() if not one.channel_name and one.base_name == base and not one.closed]
 
     def skip(self, channel_name: str, position: list[int], added: list[str]) -> bool:
@@ -194,10 +194,10 @@ class Reducers:
         self.added[channel_name] = added
         self.done[channel_name] = self.done.get(channel_name, 0) + 1
         self.unused.add((channel_name, self.done[channel_name]))
-        return reducer is not None or not self._unused(self.callers, channel_name.rpartition(".")[0])
+        return reducer is not None or not self._without_channel(self.callers, channel_name.rpartition(".")[0])
 
     def enter_world(self) -> None:
-        """Forget the channels and the exchanges of the previous world."""
+        """Forget the channels and the exchanges of the previous world, and prepare the reducers for the new one."""
         if self.callers.alive() or self.exchangers.alive():
             gc.collect()  # otherwise find() could return the reducer of an optimizer that the script has dropped
         for each in (self._claimed, self.done, self.dropped, self.unused, self.added):

@@ -33,10 +33,10 @@ _reproduced: dict[tuple[str, str, int], None] = {}
 _enabled = False
 
 
-def enable(on: bool) -> None:
+def enable(reproduce: bool) -> None:
     """Set whether Horovod's defects are reproduced."""
     global _enabled
-    _enabled = on
+    _enabled = reproduce
 
 
 def enabled() -> bool:
@@ -60,7 +60,10 @@ def reproduced() -> list[tuple[str, str, int]]:
 
 
 def without_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Return an optimizer of the same class and parameter groups, without the state and defaults of ``optimizer``."""
+    """Return an optimizer of the same class and parameter groups, without the state and defaults of ``optimizer``.
+
+    Records the defects of Horovod that this reproduces.
+    """
     kind: Any = type(optimizer)
     fresh: torch.optim.Optimizer = kind(optimizer.param_groups)
     # Compare with the state of fresh, which is not always empty: Adagrad makes its state in its constructor.
@@ -101,7 +104,8 @@ def zero_gradient(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> to
 def step_if_fresh(optimizer: torch.optim.Optimizer) -> None:
     """Take a step on this rank alone, with gradients of zeros, if ``optimizer`` has no state.
 
-    Horovod refuses LBFGS, so there is no step to reproduce.
+    The step overwrites the gradients, and is recorded as a defect if it makes a difference. LBFGS takes no step, because
+    Horovod refuses it.
     """
     if optimizer.state or isinstance(optimizer, torch.optim.LBFGS):
         return

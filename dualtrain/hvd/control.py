@@ -131,7 +131,7 @@ class _CoordinatorEnd:
         self._outboxes = {connection.rank: _Outbox(connection) for connection in connections}
         self._selector = selectors.DefaultSelector()
         self._cycle = cycle
-        self._own: deque[Message] = deque()  # this rank's messages
+        self._own_messages: deque[Message] = deque()  # sent by rank 0 itself
         self._answers: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._wake_up, self._waker = socket.socketpair()
         self._closing = threading.Event()
@@ -141,7 +141,7 @@ class _CoordinatorEnd:
         self._thread = start_thread(self._serve, "dualtrain-hvd-match")
 
     def send(self, message: Message) -> None:
-        self._own.append(message)
+        self._own_messages.append(message)
         self._waker.send(b"!")
 
     def answers(self) -> Iterator[Message]:
@@ -196,8 +196,8 @@ class _CoordinatorEnd:
                     self._receive(key.data)
                 else:
                     for _ in self._wake_up.recv(4096):
-                        if self._own:
-                            self._coordinator.receive(0, self._own.popleft())
+                        if self._own_messages:
+                            self._coordinator.receive(0, self._own_messages.popleft())
             if time.monotonic() - last_look > self._period:
                 last_look = time.monotonic()
                 self._coordinator.look_for_stalls()

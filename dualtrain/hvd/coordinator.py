@@ -97,7 +97,7 @@ class Coordinator:
         #: exchange gradients without this class. It only records which ranks wait.
         self._waits: dict[str, dict[int, tuple[float, Message]]] = {}
         #: Operation → the time at which all ranks were asked to report whether they wait for it.
-        self._requested: dict[str, float] = {}
+        self._reports_requested: dict[str, float] = {}
         #: Titles of the long waits that were reported to the ranks, and that still last.
         self._reported: set[str] = set()
         #: Rank → (the call for which its main thread waits, time of the report). Such a rank makes no other calls.
@@ -141,13 +141,13 @@ class Coordinator:
     def look_for_stalls(self) -> None:
         """Fail calls that wait for each other. Report calls that have waited for too long.
 
-        End the world if a call has waited for ``stall_shutdown`` seconds.
+        Each wait is reported once. End the world if a call has waited for longer than ``stall_shutdown`` seconds.
         """
         self._fail_deadlocked()
         limits, waits = self._settings, [*self._unmatched(), *self._unsent_gradients()]
-        for title, seconds, there, needed in waits:
-            missing = [rank for rank in needed if rank not in there]
-            text = f"{title}: {name_ranks(there)} waited {seconds:.0f} s for {name_ranks(missing)}"
+        for title, seconds, waiting_ranks, needed in waits:
+            missing = [rank for rank in needed if rank not in waiting_ranks]
+            text = f"{title}: {name_ranks(waiting_ranks)} waited {seconds:.0f} s for {name_ranks(missing)}"
             if missing and seconds > limits.stall_shutdown:
                 self.shut_down(f"{text}, longer than HOROVOD_STALL_SHUTDOWN_TIME_SECONDS allows")
                 return
@@ -164,7 +164,7 @@ class Coordinator:
         """
         what, now = message["what"], self._clock()
         if what not in self._waits or all(now - when > _FRESH_SECONDS for when, _ in self._waits[what].values()):
-            self._waits[what], self._requested[what] = {}, now
+            self._waits[what], self._reports_requested[what] = {}, now
             for other in range(self.size):
                 self._send(other, {"do": "report_wait", "what": what})
         self._waits[what][rank] = now, message
@@ -180,7 +180,7 @@ class Coordinator:
         now = self._clock()
         for what, reports in self._waits.items():
             fresh = {rank: message for rank, (when, message) in reports.items() if now - when < _FRESH_SECONDS}
-            if fresh and now - self._requested[what] > 1:  # the other ranks have had a second to report
+            if fresh and now - self._reports_requested[what] > 1:  # the other ranks have had a second to report
                 yield what, max(m["seconds"] for m in fresh.values()), set(fresh), next(iter(fresh.values()))["members"]
 
     # -- matching ---------------------------------------------------------------------------------------------------
@@ -213,7 +213,10 @@ class Coordinator:
         return next((each for each in reversed(self._opened) if _channel_of(each) == _channel_of(key)), None)
 
     def _answer_late(self, key: Key, rank: int, message: Message) -> None:
-        """Answer a request for a channel that the other ranks opened after ``rank`` had joined."""
+        """Answer a request for a channel that the other ranks opened after ``rank`` had joined.
+
+        End the world if the request does not fit those of the other ranks.
+        """
         opened = self._opened[key]
         problem = disagreement(key, {opened.request["rank"]: opened.request, rank: message})
         if problem is not None:
@@ -255,7 +258,7 @@ class Coordinator:
                 self._send(rank, {"do": "fail", "id": message["id"], "why": problem})
             return
         first = next(iter(calls.values()))
-        facts = {name: first[name] for name in (*EQUAL, "tensors", "made", "added") if name in first}
+        facts = {name: first[name] for name in (*EQUAL, "tensors", "position", "added") if name in first}
         facts |= {"do": "run", "kind": key[1], "name": key[2], "set": key[0], "members": members}
         facts |= {"divisor": self._divisor(members, absent), "new_set": first.get("new_set")}
         if key[1] == "channel":
@@ -351,7 +354,7 @@ class Coordinator:
     # -- process sets -----------------------------------------------------------------------------------------------
 
     def _change_sets(self, key: Key, calls: dict[int, Message]) -> str | None:
-        """Add or remove a process set; return the reason if that is impossible."""
+        """Add or remove a process set; return the reason if that is impossible. Unmatched calls on a removed set fail."""
         first = next(iter(calls.values()))
         if key[1] == "add_process_set":
             if first["ranks"] in self.sets.values():

@@ -73,10 +73,10 @@ def describe_deadlock(calls: dict[int, tuple[Key, Message]]) -> str:
     """Describe the calls of two ranks that wait for each other."""
     (one, (key, first)), (two, (other_key, second)) = calls.items()
     of_gradients = all(kind == "channel" or str(name).startswith("gradients.") for _, kind, name in (key, other_key))
-    found = disagreement(key, {one: first, two: second}) if of_gradients and key[1] == other_key[1] else None
-    found = found or f"{title_of(key)} on rank {one} and {title_of(other_key)} on rank {two} wait for each other"
+    difference = disagreement(key, {one: first, two: second}) if of_gradients and key[1] == other_key[1] else None
+    fact = difference or f"{title_of(key)} on rank {one} and {title_of(other_key)} on rank {two} wait for each other"
     same = "have the same parameters, and step the same optimizers" if of_gradients else "make the same calls"
-    return f"{found}; every rank must {same} in the same order"
+    return f"{fact}; every rank must {same} in the same order"
 
 
 def _readable(name: str, value: Any) -> str:

@@ -90,10 +90,12 @@ class Engine:
         set_id: int = 0,
         tensors: list[torch.Tensor] | None = None,
         outputs: list[torch.Tensor] | None = None,
-        then: Callable[[Any, Any], None] | None = None,
+        on_open: Callable[[Any, Any], None] | None = None,
         **entries: Any,
     ) -> Pending:
-        """Request a call; do not block. ``entries`` are further entries of the request. For ``then``, see :class:`Pending`.
+        """Request a call; do not block. But if a rank has failed, this may wait up to 0.5 s for the report on its error.
+
+        ``entries`` are further entries of the request. For ``on_open``, see :class:`Pending`.
 
         Raises:
             ValueError: this rank has an unfinished call of the same kind, name and process set, or ``name`` is no string.
@@ -110,7 +112,7 @@ class Engine:
         name = name or None  # as on Horovod, a call with an empty name has no name
         message = {"kind": kind, "name": name, "set": set_id, "id": next(self._numbers), "tensors": metas, **entries}
         pending = Pending(
-            message, tensors, outputs, then=then, on_blocked=self._report_blocked, progress=self.channels.progress
+            message, tensors, outputs, on_open=on_open, on_blocked=self._report_blocked, progress=self.channels.progress
         )
         gpu = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
         if gpu is not None:
@@ -139,7 +141,7 @@ class Engine:
             raise HorovodInternalError(str(error)) from error
 
     def join(self, divide_by: str) -> int:
-        """Contribute zeros to gradient exchanges until all ranks have joined; return the rank that joined last."""
+        """Contribute zeros to gradient exchanges until all ranks have joined; return the rank that joined last. Blocks."""
         if self._executor.gpu is None and torch.cuda.is_initialized():
             self._executor.gpu = torch.device("cuda", torch.cuda.current_device())
         while not self._zeros_requests.empty():  # left by a join that an exception such as KeyboardInterrupt has stopped
@@ -150,7 +152,7 @@ class Engine:
             channel, number = request["channel"], request["exchange"]
             if self.reducers.done.get(channel, 0) >= number:
                 continue  # this rank took part before it joined; a slower rank is still in that step
-            exchanger = begun.get(channel) or self.reducers.find(self.reducers.exchangers, channel, request["made"])
+            exchanger = begun.get(channel) or self.reducers.find(self.reducers.exchangers, channel, request["position"])
             if exchanger is None:
                 self._end_unknown(channel)
                 continue
@@ -164,9 +166,10 @@ class Engine:
         return int(pending.wait())
 
     def _next_zeros_request(self, begun: dict[str, Exchanger]) -> Message | None:
-        """Wait for a request. Until it arrives, end exchanges whose sums are known.
+        """Wait for a request, and return it; return ``None`` when the join has ended.
 
-        The other ranks may end the exchanges of several optimizers in any order. So never block in one exchange.
+        Until then, end the exchanges of ``begun`` whose sums are known, and remove them from ``begun``. The other ranks may
+        end the exchanges of several optimizers in any order. So never block in one exchange.
         """
         while True:
             seconds = slice_seconds(self.channels.progress)
@@ -176,20 +179,23 @@ class Engine:
                 begun.pop(channel).finish_exchange()
 
     def send(self, message: Message) -> None:
-        """Send a message to the coordinator."""
+        """Send a message to the coordinator. If the connection is closed, make all calls on this rank fail."""
         try:
             self._control.send(message)
         except OSError as error:
             self.fail(f"rank {self.backend.rank} has lost its connection to rank 0 ({error})")
 
     def _report_blocked(self, call: Message) -> None:
-        """Report to rank 0 that the main thread waits for ``call``, and so can make no other calls."""
+        """Report to rank 0 that the main thread waits for ``call``, and so can make no other calls.
+
+        Report nothing if the program makes calls in other threads too.
+        """
         if self._several_threads:
             return
         self.send({"kind": "blocked", "call": call["kind"], "name": call["name"], "set": call["set"]})
 
     def fail(self, why: str) -> None:
-        """Make all pending and later calls fail with the reason ``why``."""
+        """Make all pending and later calls on this rank fail, with the reason ``why`` or an earlier one."""
         with self._lock:
             self.down = self.down or why
             pending, self._pending = list(self._pending.values()), {}
@@ -206,6 +212,7 @@ class Engine:
         self.fail(why)
 
     def _end_unknown(self, channel: str) -> None:
+        """End the world, because this rank has no optimizer for a channel that other ranks use."""
         self.end_world(
             f"join() was called, but there is no optimizer for the gradients {channel!r} of other ranks: make the same "
             "optimizers on every rank before join()"
@@ -221,7 +228,7 @@ class Engine:
         layout: list[str],
         sparse: list[list[int]],
         buffers: list[int],
-        then: Callable[[Backend, list[list[int]]], None] | None = None,
+        on_open: Callable[[Backend, list[list[int]]], None] | None = None,
     ) -> Pending:
         """Request a backend for the caller's exclusive use, over the ranks of a process set; do not block.
 
@@ -233,13 +240,13 @@ class Engine:
             layout: descriptions of what will be sent, the same on every rank.
             sparse: this rank's sparse gradients, as pairs of a parameter's index and the number of sparse dimensions.
             buffers: sizes in bytes of the CPU buffers that the caller will make.
-            then: called with the result in the engine's thread, before the call counts as ended.
+            on_open: called with the result in the engine's thread, before the call counts as ended.
 
         Returns:
             A pending call. Its result is a pair: the backend, and the sparse gradients of all ranks.
         """
         entries: dict[str, Any] = {"layout": layout, "sparse": sparse, "buffers": buffers}
-        return self.submit("channel", name, set_id, then=then, transport=self.settings.transport, **entries)
+        return self.submit("channel", name, set_id, on_open=on_open, transport=self.settings.transport, **entries)
 
     def announce(self, exchanger: Exchanger) -> None:
         """Request zeros from the ranks that have joined, if any, for the current exchange of ``exchanger``."""
@@ -247,7 +254,7 @@ class Engine:
             exchange, channel = exchanger.exchanges, exchanger.channel_name
             exchanger.announced.add(exchange)
             position = self.reducers.exchangers.position(exchanger)
-            request = {"channel": channel, "exchange": exchange, "made": position, "added": exchanger.added}
+            request = {"channel": channel, "exchange": exchange, "position": position, "added": exchanger.added}
             self.send({"kind": "join_with_zeros", **request, "set": exchanger.set_id})
 
     def drop(self, channel: str, exchange: int, set_id: int) -> None:
@@ -273,9 +280,12 @@ class Engine:
             raise HorovodInternalError(why)
 
     def while_waiting(self, backend: Backend, what: str, seconds: float) -> None:
-        """Raise if the world has ended, report long waits to rank 0, and request progress of operations in shared memory.
+        """Report long waits to rank 0, and request progress of operations in shared memory.
 
         Called repeatedly while ``backend`` waits.
+
+        Raises:
+            HorovodInternalError: the world has ended.
         """
         if self.down is not None:
             self._explain()
@@ -302,7 +312,7 @@ class Engine:
             self.timeline.end(what, activity)
 
     def _work(self) -> None:
-        """Execute the coordinator's messages, in order."""
+        """Execute the coordinator's messages, in order, until the world ends. Then make all calls that are left fail."""
         try:
             for message in self._control.answers():
                 if message["do"] == "down":
@@ -324,7 +334,7 @@ class Engine:
             self.down = self._reported(0.5) or self.down
 
     def _reported(self, seconds: float) -> str | None:
-        """Wait up to ``seconds`` for the watch's report on a failed rank, and return its text."""
+        """Wait up to ``seconds`` for the watch's report on a failed rank; return its text, or ``None`` if there is none."""
         watch = self.backend.watch
         if watch is None:
             return None
@@ -346,7 +356,7 @@ class Engine:
             self._end(message["id"], result)
         elif "added" in message:  # a call of an optimizer, made by the ranks that have not joined
             channel = message["name"].removeprefix("gradients.")
-            if not self.reducers.skip(channel, message["made"], message["added"]):
+            if not self.reducers.skip(channel, message["position"], message["added"]):
                 self._end_unknown(channel)
 
     def _end(self, number: int, result: Any = None, error: HorovodInternalError | None = None) -> None:

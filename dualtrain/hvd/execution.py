@@ -66,8 +66,8 @@ class Executor:
             channel = self._channels.with_shared_memory(channel, message["transport"], message["buffers"])
             self._channels.gradients[message["name"]] = channel, message["sparse"]
         opened = self._channels.gradients[message["name"]]
-        if pending is not None and pending.then is not None:
-            pending.then(*opened)
+        if pending is not None and pending.on_open is not None:
+            pending.on_open(*opened)
         return opened
 
     def _communicate(self, message: Message, pending: Pending | None) -> list[torch.Tensor]:
@@ -93,8 +93,8 @@ class Executor:
             pending.events = [torch.cuda.current_stream().record_event()]
         return result
 
-    def _device(self, kind: str) -> torch.device:
-        return self.gpu if kind == "cuda" and self.gpu is not None else torch.device(kind)
+    def _device(self, device_type: str) -> torch.device:
+        return self.gpu if device_type == "cuda" and self.gpu is not None else torch.device(device_type)
 
     def _on_gpu(self, message: Message) -> AbstractContextManager[Any]:
         """For a call with GPU tensors, make the script's GPU this thread's current device."""

@@ -20,9 +20,9 @@ from dualtrain.hvd.process_sets import ProcessSet
 Options = dict[str, Any]
 
 
-def call_options(name: str | None, process_set: ProcessSet, **more: Any) -> Options:
-    """Return the options of a call: the name and the process set, and ``more``."""
-    return {**more, "name": name, "process_set": process_set}
+def call_options(name: str | None, process_set: ProcessSet, **options: Any) -> Options:
+    """Return the options of a call: the name, the process set, and the ``options`` of its kind."""
+    return {**options, "name": name, "process_set": process_set}
 
 
 def reduction_options(
@@ -154,6 +154,7 @@ def start(
 
 
 def _checked(tensors: Iterable[torch.Tensor], *, in_place: bool = False) -> list[torch.Tensor]:
+    """Return ``tensors`` as a list. Raises ValueError if there are none, or one of them cannot be sent or overwritten."""
     listed = list(tensors)
     if not listed:
         raise ValueError("an empty list of tensors: pass at least one")

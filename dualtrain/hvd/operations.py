@@ -67,7 +67,7 @@ def _result(task: Task, total: torch.Tensor, like: torch.Tensor) -> torch.Tensor
 def _reduced(task: Task, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the reduced values of ``inputs``, in the dtypes in which they were sent (``backends/wire.py``).
 
-    Tensors with the same dtype and device are sent together.
+    Tensors that are sent in the same dtype, from the same device and with the same operation are sent together.
     """
     groups: dict[tuple[torch.dtype, torch.device, ReduceOp], list[int]] = {}
     packed = [wire.pack(tensor) for tensor in inputs]

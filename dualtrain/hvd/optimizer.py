@@ -1,8 +1,9 @@
 """``hvd.DistributedOptimizer``: wrapper of any optimizer. It combines gradients at the points where Horovod does.
 
-Each optimizer sends its gradients in buckets, on a channel of its own, without requests to rank 0. Rank 0 is needed only
-to open the channel, and to request zeros from ranks that have called ``join``. With options that buckets do not support,
-an optimizer uses a grouped allreduce instead (``call_reducer.py``; ``_AdasumOptimizer`` below).
+Each optimizer sends its gradients in buckets, on a channel of its own, without requests to rank 0. Rank 0 opens the
+channel, requests zeros from ranks that have called ``join``, and informs the ranks of discarded steps and long waits. With
+options that buckets do not support, an optimizer uses a grouped allreduce instead (``call_reducer.py``;
+``_AdasumOptimizer`` below).
 """
 
 from __future__ import annotations
@@ -98,10 +99,12 @@ def DistributedOptimizer(  # noqa: N802
     # Lightning and other libraries recognize a wrapped optimizer by the word "horovod" in str() of its class.
     names = {"__module__": __name__, "__qualname__": f"horovod.{type(optimizer).__name__}", **values_of(optimizer, base)}
     cls = type(type(optimizer).__name__, (base, type(optimizer)), names)
-    made: _Optimizer = object.__new__(cls)
+    wrapper: _Optimizer = object.__new__(cls)
     transfer = transfer_of(optimizer, op, gradient_predivide_factor, compression, groups, sparse_as_dense, process_set)
-    made.wrap(optimizer, named, compression, backward_passes_per_step, op, transfer, gradient_predivide_factor, process_set)
-    return made
+    wrapper.wrap(
+        optimizer, named, compression, backward_passes_per_step, op, transfer, gradient_predivide_factor, process_set
+    )
+    return wrapper
 
 
 def _several(process_set: ProcessSet) -> bool:
@@ -210,7 +213,8 @@ class _Optimizer(NativeOptimizer):
         A second call combines ``param.grad`` again, as on Horovod, because another rank may have run backward in between.
 
         Raises:
-            HorovodInternalError: a rank failed or has other parameters, or Horovod was shut down.
+            HorovodInternalError: as :meth:`HorovodReducer.reduce`; or ``_requires_update`` was emptied, and only some ranks
+                use a parameter.
             ValueError: the process set is not in use, or the gradient of an unfrozen parameter cannot be averaged.
             RuntimeError: the optimizer was closed, or replaced by a later optimizer of some of its parameters.
         """
@@ -236,6 +240,11 @@ class _Optimizer(NativeOptimizer):
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
 
     def _combine(self, reducer: HorovodReducer) -> None:
+        """Combine the gradients. If ``_requires_update`` was emptied, parameters that no rank uses keep no gradient.
+
+        Raises:
+            HorovodInternalError: it was emptied, and only some ranks use a parameter. The world was ended.
+        """
         unused = [] if self._fills_unused else [p for p in self._trained() if p.grad is None]
         reducer.reduce()
         for p in unused:
@@ -304,7 +313,7 @@ class _Optimizer(NativeOptimizer):
 
     def _with_reduction(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
-            reducer, before = self.reducer, self.has_local_gradients()
+            reducer, had_gradients = self.reducer, self.has_local_gradients()
             if reducer is not None:
                 reducer.renew()
                 reducer.reset_passes()
@@ -312,7 +321,7 @@ class _Optimizer(NativeOptimizer):
                 loss = closure()
             if reducer is None:
                 return loss
-            if self._should_synchronize or self._has_any_rank_local_gradients(reducer, before):
+            if self._should_synchronize or self._has_any_rank_local_gradients(reducer, had_gradients):
                 self._combine(reducer)
                 reducer.reset_passes()
             self._synchronized = False
@@ -320,19 +329,19 @@ class _Optimizer(NativeOptimizer):
 
         return evaluate
 
-    def _has_any_rank_local_gradients(self, reducer: HorovodReducer, before: bool) -> bool:
+    def _has_any_rank_local_gradients(self, reducer: HorovodReducer, had_gradients: bool) -> bool:
         """Return whether any rank has uncombined gradients after a closure in ``skip_synchronize()``. Collective.
 
         Closures such as those of Lightning 1.x synchronize by themselves. They may set gradients to None afterwards, or run
         no backward: the optimizer must then find None, not zeros.
 
         Args:
-            before: whether this rank had such gradients before the closure.
+            had_gradients: whether this rank had such gradients before the closure.
         """
         reducer.check_open()
         reducer.enter_world()  # sets the name of the call
         reducer.renew()  # another rank may have run backward after the closure's synchronize()
-        mine = self.has_local_gradients() or (before and not self._synchronized)
+        mine = self.has_local_gradients() or (had_gradients and not self._synchronized)
         return bool(self._over_ranks(torch.tensor([float(mine)], device="cpu"), "local").item())
 
     def average_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
@@ -352,7 +361,7 @@ class _Optimizer(NativeOptimizer):
         """Do nothing: as on Horovod, the ranks do not compare how many steps they have taken."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Zero the gradients. Raises AssertionError between backward and ``step`` or ``synchronize``."""
+        """Set the gradients to None or zero. Raises AssertionError between backward and ``step`` or ``synchronize``."""
         if self.reducer is not None and self.reducer.dirty:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "

@@ -46,16 +46,17 @@ class FixedOption:
         vars(wrapper)[self._name] = value
 
 
-def name_parameters(optimizer: torch.optim.Optimizer, given: Iterable[Any] | None) -> Named:
-    """Return ``given`` as a list; if it is ``None``, return all parameters of ``optimizer`` with generated names.
+def name_parameters(optimizer: torch.optim.Optimizer, named_parameters: Iterable[Any] | None) -> Named:
+    """Return ``named_parameters`` as a list; if it is ``None``, all parameters of ``optimizer`` with generated names.
 
     Raises:
-        ValueError: ``given`` has elements that are not pairs, has a name twice, or lacks a parameter of ``optimizer``.
+        ValueError: ``named_parameters`` has elements that are not tuples, has a name twice, or lacks a parameter of
+            ``optimizer``.
     """
     all_params = number_parameters(optimizer.param_groups, "allreduce.noname.{}.{}")
-    if given is None:
+    if named_parameters is None:
         return all_params
-    named = list(given)
+    named = list(named_parameters)
     if not all(isinstance(pair, tuple) for pair in named):
         raise ValueError(
             "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
@@ -79,7 +80,12 @@ def transfer_of(
     sparse_as_dense: bool,
     process_set: ProcessSet,
 ) -> Transfer:
-    """Translate Horovod's options into a ``Transfer``. Raises ValueError for invalid ``groups``."""
+    """Translate Horovod's options into a ``Transfer``.
+
+    Raises:
+        ValueError: ``groups`` is invalid.
+        HorovodInternalError: ``init`` was not called.
+    """
     params = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if isinstance(groups, int):
         if groups < 0:

@@ -31,8 +31,8 @@ class Pending:
         message: the request that was sent to the coordinator.
         tensors: this rank's inputs.
         outputs: where the results go; ``None`` for new tensors.
-        then: function that the engine's thread calls with the two items of the result (the channel and the list of sparse
-            gradients), before ``ended`` is set; only for a call that opens a channel.
+        on_open: function that the engine's thread calls with the two items of the result (the channel and the list of
+            sparse gradients), before ``ended`` is set; only for a call that opens a channel.
         ended: set when there is a result or an error.
         facts: rank 0's description of the matched call, such as every rank's ``rows`` and ``splits``.
         events: GPU events after which the inputs are ready; after the call has ended, the events of the results.
@@ -43,7 +43,7 @@ class Pending:
     message: Message
     tensors: list[torch.Tensor] = field(default_factory=list)
     outputs: list[torch.Tensor] | None = None
-    then: Callable[[Any, Any], None] | None = None
+    on_open: Callable[[Any, Any], None] | None = None
     ended: threading.Event = field(default_factory=threading.Event)
     facts: Message = field(default_factory=dict)
     result: Any = None

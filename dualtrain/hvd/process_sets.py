@@ -181,6 +181,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def _dynamic(what: str) -> Engine:
+    """Return the engine. Raises ValueError if there is none, or if sets cannot be added and removed after ``init``."""
     engine = _connected()
     if not engine.settings.dynamic_sets:
         raise ValueError(f"Set HOROVOD_DYNAMIC_PROCESS_SETS=1 to allow {what} process sets after Horovod initialization.")
@@ -188,6 +189,7 @@ def _dynamic(what: str) -> Engine:
 
 
 def _add(engine: Engine, one: ProcessSet) -> ProcessSet:
+    """Give a new set an id. Collective over all ranks; blocks. Raises ValueError if its ranks are not valid or in use."""
     if not one.ranks or len(set(one.ranks)) < len(one.ranks) or one.ranks[0] < 0 or one.ranks[-1] >= engine.backend.size:
         raise ValueError(
             f"a process set needs one or more different ranks from 0 to {engine.backend.size - 1}, not {one.ranks}"

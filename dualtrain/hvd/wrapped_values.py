@@ -33,7 +33,7 @@ def values_of(optimizer: torch.optim.Optimizer, base: type) -> dict[str, Any]:
     overrides. All other methods run with the wrapper as ``self``, so that ``self.step()`` in them calls the wrapper's
     ``step``. Names that ``base``, the wrapper's own class, defines are left out, and so are names that begin with ``__``.
     """
-    kind, own = type(optimizer), vars(optimizer)
+    kind, of_instance = type(optimizer), vars(optimizer)
     attributes = {name: getattr(kind, name) for name in dir(kind) if not (name.startswith("__") or hasattr(base, name))}
-    forwarded = {name: value for name, value in attributes.items() if name in own or not hasattr(value, "__get__")}
+    forwarded = {name: value for name, value in attributes.items() if name in of_instance or not hasattr(value, "__get__")}
     return {name: _WrappedValue(name, value) for name, value in forwarded.items()}

@@ -146,7 +146,7 @@ def get_handler_registry() -> Registry:
 
 
 def set_handler_registry(registry: Registry) -> None:
-    """Use ``registry`` for every :class:`TorchState` made from now on."""
+    """Use ``registry`` for every object that gets a handler from now on, also in an existing :class:`TorchState`."""
     global _handler_registry
     _handler_registry = registry
 
