@@ -136,7 +136,10 @@ def _can_be_host(text: str) -> bool:
 
 
 class _Variables:
-    """A launcher's environment variables; records those that were read, as evidence."""
+    """A launcher's environment variables; records those that were read, as evidence.
+
+    Missing and invalid values raise UserError.
+    """
 
     def __init__(self, launcher: str, env: Mapping[str, str]) -> None:
         self.launcher = launcher
@@ -254,11 +257,11 @@ def _in_a_step(env: Mapping[str, str]) -> bool:
 def _srun(v: _Variables) -> World:
     size = v.number("SLURM_NTASKS")
     per_node = v.text("SLURM_STEP_TASKS_PER_NODE") or str(size)  # such as 4(x2),3
-    first = v.whole("SLURM_STEP_TASKS_PER_NODE", per_node.partition("(")[0].partition(",")[0])
-    ranks = v.number("SLURM_PROCID"), size, v.number("SLURM_LOCALID", 0), first
+    on_first_host = v.whole("SLURM_STEP_TASKS_PER_NODE", per_node.partition("(")[0].partition(",")[0])
+    ranks = v.number("SLURM_PROCID"), size, v.number("SLURM_LOCALID", 0), on_first_host
     chosen = v.rendezvous()
     step = f"{v.env.get('SLURM_JOB_ID')}.{v.env.get('SLURM_STEP_ID')}"
-    world = v.world(*ranks, chosen or _srun_rendezvous(v, single_host=first == size))
+    world = v.world(*ranks, chosen or _srun_rendezvous(v, single_host=on_first_host == size))
     # Derive a job name in batch jobs only: they are requeued with the same job id. A step of salloc may be a shell in
     # which several runs are started.
     if not world.job and v.env.get("ENVIRONMENT") == "BATCH" and "SLURM_JOB_ID" in v.env:
@@ -271,7 +274,9 @@ def _srun(v: _Variables) -> World:
 
 
 def _srun_rendezvous(v: _Variables, *, single_host: bool) -> tuple[str, int] | None:
-    """Return the step's first host, and the first port to try.
+    """Return the step's first host (127.0.0.1 if it is the only one), and the first port to try.
+
+    Return ``None`` if there are several hosts, and their names are not in the environment.
 
     The port is computed from the ids of the job and the step, since srun gives the ranks no way to exchange a free port.
     """
@@ -328,18 +333,18 @@ def spawned(
     rendezvous: tuple[str, int],
     secret: str,
     job: str,
-    local: tuple[int, int] | None = None,
-    by: str = "1",
+    local_rank_and_size: tuple[int, int] | None = None,
+    starter: str = "1",
 ) -> dict[str, str]:
     """Return the environment variables of rank ``rank`` for a job whose ``size`` ranks dualtrain starts.
 
-    After a restart, the ranks must get the same ``job``. ``local`` is the local rank and size; without it, all ranks are on
-    this host. ``by`` is what starts the ranks: ``"spark"``, ``"ray"``, or ``"1"`` for this process.
+    After a restart, the ranks must get the same ``job``. Without ``local_rank_and_size``, all ranks are on this host.
+    ``starter`` is what starts the ranks: ``"spark"``, ``"ray"``, or ``"1"`` for this process.
     """
     host, port = rendezvous
-    local_rank, local_size = (rank, size) if local is None else local
+    local_rank, local_size = (rank, size) if local_rank_and_size is None else local_rank_and_size
     numbers = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
-    texts = {SPAWNED: by, "MASTER_ADDR": host, "MASTER_PORT": str(port), SECRET: secret, JOB: job}
+    texts = {SPAWNED: starter, "MASTER_ADDR": host, "MASTER_PORT": str(port), SECRET: secret, JOB: job}
     return texts | {name: str(value) for name, value in numbers.items()}
 
 
@@ -409,16 +414,16 @@ _VARIABLES = {
 }
 
 
-def refuse_launcher(command: str, starts: str) -> None:
+def refuse_launcher(command: str, processes: str) -> None:
     """Raise UserError if a launcher has started this process, because ``command`` starts processes itself.
 
-    ``starts`` describes these processes in the message, as in "its contenders".
+    ``processes`` describes these processes in the message, as in "its contenders".
     """
     world = detect_world()
     if world.launcher != "none":
         raise UserError(
-            f"{world.launcher} started this process, but {command} starts {starts} itself: run it once, without a launcher "
-            f"({world.because()})"
+            f"{world.launcher} started this process, but {command} starts {processes} itself: run it once, without a "
+            f"launcher ({world.because()})"
         )
 
 

@@ -52,10 +52,10 @@ _CTRL_C_SECONDS = 0.5  # after a Ctrl-C, this rank's own SIGINT may arrive this 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one process of a training job, and return its exit status.
+    """Run one process of a training job, and return its exit status. With ``--nproc``, start the job's ranks instead.
 
-    The status is 0 after success, 2 (or ``TRY_AGAIN``) after an error that the user can fix, 128 + N after signal N,
-    and 1 (or ``NOT_SAVED``) after any other error.
+    The status is 0 after success, 2 after an error that the user can fix, 128 + N after signal N, and 1 after any other
+    error. In a rank that ``--nproc`` has started, it may be ``TRY_AGAIN`` instead of 2, and ``NOT_SAVED`` instead of 1.
     """
     world = World()
     try:
@@ -198,7 +198,7 @@ def _status_of(error: BaseException, world: World) -> int:
 
 
 def _reason(error: BaseException) -> tuple[str, str]:
-    """Return two texts with the reason for the run's end: one with the traceback of the failed code, and a single line."""
+    """Return two texts with the reason for the run's end: one with a traceback, if any, and a single line."""
     from dualtrain.user_code import in_one_line, user_traceback
 
     if isinstance(error, UserError):
@@ -212,7 +212,10 @@ def _reason(error: BaseException) -> tuple[str, str]:
 
 
 def _wait_for_all(backend: Backend) -> None:
-    """Wait until rank 0 has printed the error that all ranks share: a launcher ends all ranks as soon as one rank exits."""
+    """Wait until rank 0 has printed the error that all ranks share, and close the backend.
+
+    A launcher ends all ranks as soon as one rank exits.
+    """
     try:
         backend.barrier()
         backend.close()
@@ -238,7 +241,7 @@ def _report_peer_failure(failure: PeerFailure, backend: Backend, reported: threa
 def _leave_on_signal(reported: threading.Event, number: int, frame: FrameType | None) -> None:
     """Exit on SIGTERM or SIGHUP before or after the training loop, which has its own handler.
 
-    Launchers send SIGTERM when a rank has failed, so first wait until the failure is printed.
+    Launchers send SIGTERM when a rank has failed, so first wait up to 0.9 s until the failure is printed.
 
     The same signal often comes twice: from the launcher, and from a sender that signals the whole job. The second signal
     must not suppress the message about the checkpoint, or make other ranks report this rank as failed.

@@ -30,11 +30,11 @@ def on_all_ranks(backend: Backend, what: str, task: Callable[[], T]) -> T:
     except (UserError, OSError) as error:
         problem, trace = _problem(what, error), getattr(error, "trace", "")
     problems = backend.allgather_object(problem, name=what)
-    for rank, found in zip(backend.members, problems, strict=True):
-        if found is not None:
+    for rank, first in zip(backend.members, problems, strict=True):
+        if first is not None:
             if all(other is not None for other in problems):
-                raise _shared(found, trace)
-            raise RanksDifferError(f"rank {rank}: {found[0]}", trace=trace, transient=found[1])
+                raise _shared(first, trace)
+            raise RanksDifferError(f"rank {rank}: {first[0]}", trace=trace, transient=first[1])
     return result  # type: ignore[return-value]  # the error of any task was raised above
 
 

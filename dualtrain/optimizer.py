@@ -66,8 +66,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         extra: number of scalars of the caller that are summed over the ranks together with the gradients (see
             :attr:`extra`).
         transfer: see :class:`~dualtrain.gradients.GradientReducer`.
-        sum_order: the order in which gradients are added. ``"backend"``: the order that the library and the transport use
-            (with two ranks, every library and transport gives the same bits). ``"canonical"``: a fixed tree over the
+        sum_order: the order in which gradients are added. ``"backend"``: the order that the backend and its transport use
+            (with two ranks, all of them give the same bits). ``"canonical"``: a fixed tree over the
             ranks, the same on every backend and transport. A ``SumOrder``: a fixed tree over shards of the global
             batch; a rank may compute several of them.
         carry: the former name of ``extra``; deprecated.
@@ -289,7 +289,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return result
 
     def has_local_gradients(self) -> bool:
-        """Return whether gradients that backward has computed on this rank are not averaged over the ranks."""
+        """Return whether gradients that backward has computed on this rank are not averaged; False after close()."""
         reducer = self.reducer
         return not reducer.closed and reducer.has_local and any(has_values(slot.param.grad) for slot in reducer.slots)
 

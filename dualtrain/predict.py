@@ -38,7 +38,8 @@ def predict(run: str, files: Sequence[str], *, best: bool = False) -> list[list[
         best: use the weights of the best evaluation instead of the last step.
 
     Raises:
-        UserError: the run has no weights or does not classify images, or an image cannot be read.
+        UserError: ``run`` is not a run's folder, has no weights or does not classify images; its files do not fit together;
+            or an image cannot be read.
     """
     folder = Path(run)
     config, task, weights = _describe(folder, best)
@@ -109,7 +110,7 @@ def _load(weights: Path, config: dict[str, Any], task: dict[str, Any]) -> nn.Mod
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{str(weights)!r} cannot be read ({reason}): copy it again") from error
     name, pretrained = str(config.get("model")), config.get("pretrained") is True
-    model = build(name, tuple(task["shape"]), task["classes"], pretrained=pretrained, loaded=False)
+    model = build(name, tuple(task["shape"]), task["classes"], pretrained=pretrained, load_pretrained=False)
     wrong = differences(model.state_dict(), state)
     if wrong:
         raise UserError(
@@ -141,10 +142,10 @@ def _reader(config: dict[str, Any]) -> Callable[[str], torch.Tensor]:
         _, geometry, normalized = geometries(options)
 
         def read_file(file: str) -> torch.Tensor:
-            read = ImageFiles([(file, 0)], geometry).__getitems__(([0], 0))
-            if isinstance(read, UserError):
-                raise read
-            return normalized(read[0], sample_indices, 0)
+            image = ImageFiles([(file, 0)], geometry).__getitems__(([0], 0))
+            if isinstance(image, UserError):
+                raise image
+            return normalized(image[0], sample_indices, 0)
 
         return read_file
     if dataset not in IMAGES:

@@ -110,7 +110,7 @@ def kill_forkserver() -> None:
 
 
 def begin_worker() -> None:
-    """Make this worker process ignore the job's signals, and exit when its parent exits."""
+    """Make this worker process ignore the job's signals, and exit when its parent exits or gives it up."""
     for number in JOB_SIGNALS:
         if signal.getsignal(number) == signal.SIG_IGN:
             continue  # as under nohup: programs that the worker starts must ignore the signal too

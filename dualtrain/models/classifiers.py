@@ -24,13 +24,15 @@ def names() -> list[str]:
     return found
 
 
-def classifier(name: str, shape: tuple[int, int, int], classes: int, pretrained: bool, *, loaded: bool = True) -> nn.Module:
+def classifier(
+    name: str, shape: tuple[int, int, int], classes: int, pretrained: bool, *, load_pretrained: bool = True
+) -> nn.Module:
     """Build torchvision's model ``name`` with a first convolution for ``shape``'s channels and a head for ``classes``.
 
     With ``pretrained``, all layers start from torchvision's weights, except a head of a different size. If the images do
     not have 3 channels, each input channel of the first convolution gets the sum of torchvision's weights over their 3
-    channels, divided by the images' number of channels. If ``loaded`` is false, torchvision's weights are not loaded,
-    because the caller loads weights of the whole model.
+    channels, divided by the images' number of channels. If ``load_pretrained`` is false, torchvision's weights are not
+    loaded, because the caller loads weights of the whole model.
 
     Raises:
         UserError: the model does not take images of this size, or the weights cannot be downloaded, are damaged, or do not
@@ -45,7 +47,7 @@ def classifier(name: str, shape: tuple[int, int, int], classes: int, pretrained:
         raise UserError(
             f"--model {name} does not take images of {shape[1]} × {shape[2]} pixels ({error}): give another --image-size"
         ) from error
-    if pretrained and loaded:
+    if pretrained and load_pretrained:
         _load_published(model, name)
     if pretrained and hasattr(model, "transform_input"):
         # The published weights of GoogLeNet and Inception v3 need inputs in [-1, 1]; forward() converts normalized images.

@@ -88,7 +88,10 @@ def read_state(file: str) -> dict[str, torch.Tensor]:
 def read_safetensors(file: str | Path) -> dict[str, torch.Tensor]:
     """Read the names and tensors of a safetensors file. If its header has their hash, verify it.
 
-    Raises OSError, ValueError if the file is damaged, or MemoryError or RuntimeError if memory is too small.
+    Raises:
+        OSError: the file cannot be opened.
+        ValueError: the file is damaged.
+        MemoryError, RuntimeError: memory is too small.
     """
     with readable_path(file) as path:
         try:
@@ -183,7 +186,8 @@ def published(name: str) -> Any:
 def fetch(name: str) -> Path:
     """Download torchvision's weights of ``name`` into torch hub's folder, unless they are there; return the file's path.
 
-    On each host, one rank must call this function before the other ranks call it. An incomplete download leaves no file.
+    On each host, one rank must call this function before the other ranks call it, so that only one rank downloads. An
+    incomplete download leaves no file.
 
     Raises:
         UserError: there are no such weights, or the download fails.

@@ -67,21 +67,21 @@ class Actors:
         UserError: Ray is not initialized, or cannot place all actors in time.
     """
 
-    def __init__(self, wanted: Placement, seconds: float) -> None:
+    def __init__(self, placement: Placement, seconds: float) -> None:
         if not ray.is_initialized():
             raise UserError("Ray is not initialized: call ray.init() before start()")
-        current = get_current_placement_group() if wanted.current_group else None
-        self._own = None if current is not None else _reserved(wanted, seconds)
-        worker, size = ray.remote(Worker), wanted.num_workers
+        current = get_current_placement_group() if placement.current_group else None
+        self._own_group = None if current is not None else _make_group(placement, seconds)
+        worker, size = ray.remote(Worker), placement.num_workers
         job = new_job()
         self.workers = [
             worker.options(
                 name=f"dualtrain-{job}-rank-{rank}-of-{size}",  # Ray's error about a dead actor contains this name
-                num_cpus=wanted.cpus,
-                num_gpus=wanted.gpus,
+                num_cpus=placement.cpus,
+                num_gpus=placement.gpus,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=current or self._own,
-                    placement_group_bundle_index=-1 if self._own is None else wanted.bundle_of(rank),
+                    placement_group=current or self._own_group,
+                    placement_group_bundle_index=-1 if self._own_group is None else placement.bundle_of(rank),
                 ),
             ).remote(rank, size)
             for rank in range(size)
@@ -97,13 +97,15 @@ class Actors:
         for worker in self.workers:
             ray.kill(worker)
         self.workers = []
-        if self._own is not None:
-            remove_placement_group(self._own)
-            self._own = None
+        if self._own_group is not None:
+            remove_placement_group(self._own_group)
+            self._own_group = None
 
 
 def results(references: Sequence[Any], seconds: float | None, what: str) -> list[Any]:
     """Return the results of calls. Blocks until all calls have ended or one call has failed, for ``seconds`` at most.
+
+    If ``seconds`` is ``None``, there is no limit.
 
     Raises:
         UserError: the calls take longer.
@@ -117,9 +119,10 @@ def results(references: Sequence[Any], seconds: float | None, what: str) -> list
         ) from None
 
 
-def _reserved(wanted: Placement, seconds: float) -> PlacementGroup:
-    bundles = wanted.bundles
-    group = placement_group(bundles, strategy="STRICT_SPREAD" if wanted.num_hosts else "PACK")
+def _make_group(placement: Placement, seconds: float) -> PlacementGroup:
+    """Make a placement group. Blocks until Ray has reserved it. Raises UserError if this takes longer than ``seconds``."""
+    bundles = placement.bundles
+    group = placement_group(bundles, strategy="STRICT_SPREAD" if placement.num_hosts else "PACK")
     if not group.wait(seconds):
         remove_placement_group(group)
         raise UserError(

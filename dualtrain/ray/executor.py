@@ -92,14 +92,14 @@ class RayExecutor:
         try:
             self._make_ranks(dict(extra_env_vars or {}))
             arguments = (executable_cls, executable_args or (), executable_kwargs or {})
-            self._get("make", [arguments] * self._placement.num_workers)
+            self._call_and_wait("make", [arguments] * self._placement.num_workers)
         except BaseException:
             self.shutdown()
             raise
 
     def _make_ranks(self, variables: dict[str, str]) -> None:
         size = self._placement.num_workers
-        places = self._get("place", [()] * size)
+        places = self._call_and_wait("place", [()] * size)
         hosts = [host for host, _ in places]
         single = len(set(hosts)) == 1
         first = self._running().workers[0].reserve.remote(single)
@@ -111,7 +111,7 @@ class RayExecutor:
             world = World().placed(rank, hosts)
             own = spawned(rank, size, address, secret, job, (world.local_rank, world.local_size), "ray")
             arguments.append((variables | own | visible_gpus(rank, places),))
-        self._get("set_variables", arguments)
+        self._call_and_wait("set_variables", arguments)
 
     def run_remote(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
@@ -120,8 +120,8 @@ class RayExecutor:
 
         Does not block. If a rank fails, the other ranks continue until :meth:`shutdown`.
         """
-        given, named = tuple(args or ()), dict(kwargs or {})
-        return self._execute(lambda _: fn(*given, **named))
+        positional, named = tuple(args or ()), dict(kwargs or {})
+        return self._execute(lambda _: fn(*positional, **named))
 
     def run(
         self,
@@ -166,11 +166,12 @@ class RayExecutor:
     def _execute(self, fn: Callable[[Any], Any]) -> list[Any]:
         return self._running().call("execute", [(fn,)] * self._placement.num_workers)
 
-    def _get(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
+    def _call_and_wait(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         seconds = self._settings.timeout_s
         return results(self._running().call(method, arguments), seconds, f"the start of {len(arguments)} ranks ({method})")
 
     def _running(self) -> Actors:
+        """Return the actors. Raises UserError if there are none."""
         if self._actors is None:
             after = f", because {self._failed}() has failed" if self._failed else ""
             raise UserError(f"RayExecutor has no workers{after}: call start() first")

@@ -281,7 +281,7 @@ def test_bus_bandwidth_is_computed_as_in_nccl_tests():
 
 @pytest.mark.parametrize("by", ["spark", "ray", "1"])
 def test_a_launcher_that_is_not_a_shell_command_is_explained(tmp_path, by):
-    variables = spawned(0, 1, ("127.0.0.1", free_port()), "s", "j", by=by)
+    variables = spawned(0, 1, ("127.0.0.1", free_port()), "s", "j", starter=by)
     end = run((*DOCTOR, "--json", "--backend", "torch"), tmp_path, env={**ENV, **variables})
     assert end.returncode == 0, end.stdout + end.stderr
     first, *_ = page(json.loads(end.stdout)).splitlines()
