@@ -155,9 +155,9 @@ class _Variables:
     def number(self, name: str, default: int | None = None) -> int:
         if default is not None and name not in self.env:
             return default
-        return self.whole(name, self.needed(name))
+        return self.parse_number(name, self.require(name))
 
-    def needed(self, name: str) -> str:
+    def require(self, name: str) -> str:
         value = self.text(name)
         if value is None:
             found = [other for other in sorted(self.env) if re.fullmatch(_VARIABLES[self.launcher], other)]
@@ -167,7 +167,7 @@ class _Variables:
             )
         return value
 
-    def whole(self, name: str, value: str) -> int:
+    def parse_number(self, name: str, value: str) -> int:
         try:
             return int(value)
         except ValueError:
@@ -229,7 +229,7 @@ def _spawn(v: _Variables) -> World:
 
 def _horovodrun(v: _Variables) -> World:
     local = v.number("HOROVOD_LOCAL_RANK"), v.number("HOROVOD_LOCAL_SIZE")
-    v.needed("HOROVOD_GLOO_RENDEZVOUS_ADDR")
+    v.require("HOROVOD_GLOO_RENDEZVOUS_ADDR")
     v.number("HOROVOD_GLOO_RENDEZVOUS_PORT")
     return v.world(v.number("HOROVOD_RANK"), v.number("HOROVOD_SIZE"), *local)
 
@@ -257,7 +257,7 @@ def _in_a_step(env: Mapping[str, str]) -> bool:
 def _srun(v: _Variables) -> World:
     size = v.number("SLURM_NTASKS")
     per_node = v.text("SLURM_STEP_TASKS_PER_NODE") or str(size)  # such as 4(x2),3
-    on_first_host = v.whole("SLURM_STEP_TASKS_PER_NODE", per_node.partition("(")[0].partition(",")[0])
+    on_first_host = v.parse_number("SLURM_STEP_TASKS_PER_NODE", per_node.partition("(")[0].partition(",")[0])
     ranks = v.number("SLURM_PROCID"), size, v.number("SLURM_LOCALID", 0), on_first_host
     chosen = v.rendezvous()
     step = f"{v.env.get('SLURM_JOB_ID')}.{v.env.get('SLURM_STEP_ID')}"

@@ -243,8 +243,9 @@ def _leave_on_signal(reported: threading.Event, number: int, frame: FrameType | 
 
     Launchers send SIGTERM when a rank has failed, so first wait up to 0.9 s until the failure is printed.
 
-    The same signal often comes twice: from the launcher, and from a sender that signals the whole job. The second signal
-    must not suppress the message about the checkpoint, or make other ranks report this rank as failed.
+    After a StoppedError, ignore the signal. The same signal often comes twice: from the launcher, and from a sender that
+    signals the whole job. The second signal must not suppress the message about the checkpoint, or make other ranks report
+    this rank as failed.
     """
     if not isinstance(sys.exc_info()[1], StoppedError):  # after a StoppedError, the run is saved, and is about to end
         remove_own_folder()  # data workers do this, too, but this rank may have none at the moment

@@ -1,4 +1,4 @@
-"""Run a task that may fail on one rank, and raise its error on every rank."""
+"""Run a task on rank 0 or on all ranks, and raise its UserError or OSError as a UserError on every rank."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _Problem = tuple[str, bool, bool]
 def on_all_ranks(backend: Backend, what: str, task: Callable[[], T]) -> T:
     """Run ``task()`` on every rank, and return its result after it has succeeded on all ranks. Collective; blocks.
 
-    If the task raises an exception other than UserError and OSError, this exception is raised on its own rank only. The
-    other ranks then wait for this rank.
+    If the task raises an exception that is neither a UserError nor an OSError, this exception is raised on its own rank
+    only. The other ranks then wait for this rank.
 
     Raises:
         UserError: on every rank, with the first rank's reason, if the task raised UserError or OSError on all ranks.

@@ -298,7 +298,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.reducer.count_step()
 
     def average_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Average ``values`` over the ranks; with a fixed ``sum_order``, in the tree over the ranks. Collective; blocks."""
+        """Average ``values`` over the ranks, with a fixed ``sum_order`` by a tree over the ranks. Collective; blocks."""
         if self._order is None:
             return self.backend.allreduce(values, name="loss")
         return sum_order_of(self.backend.size, self.backend.size).total(

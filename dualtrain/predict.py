@@ -130,13 +130,13 @@ def _reader(config: dict[str, Any]) -> Callable[[str], torch.Tensor]:
     from dualtrain.data.images import ImageFiles
     from dualtrain.data.options import NAMES, Options
 
-    given = {name: config[name] for name in NAMES if config.get(name) is not None}
-    wrong = [name for name, value in given.items() if not SETTINGS[name].accepts(value)]
+    settings = {name: config[name] for name in NAMES if config.get(name) is not None}
+    wrong = [name for name, value in settings.items() if not SETTINGS[name].accepts(value)]
     if wrong:
         raise UserError(
-            f"the run's config.json has an invalid value: {wrong[0]} is {given[wrong[0]]!r}; copy the run's folder again"
+            f"the run's config.json has an invalid value: {wrong[0]} is {settings[wrong[0]]!r}; copy the run's folder again"
         )
-    options = Options(**given)
+    options = Options(**settings)
     dataset, sample_indices = str(config.get("dataset")), torch.zeros(1, dtype=torch.int64)
     if dataset == "imagefolder":
         _, geometry, normalized = geometries(options)
@@ -204,15 +204,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--best", action="store_true", help="use model-best.safetensors, from the best evaluation")
     parser.add_argument("--json", action="store_true", help="print each image's answer as a line of JSON")
     try:
-        given = parser.parse_args(arguments)
+        parsed = parser.parse_args(arguments)
         refuse_removed_folder()
         from dualtrain.user_code import enough_memory  # imports torch
 
         with enough_memory("check the run's task.json and config.json"):
-            files = _expanded(given.images)
-            answers = predict(given.run, files, best=given.best)
+            files = _expanded(parsed.images)
+            answers = predict(parsed.run, files, best=parsed.best)
         for file, classes in zip(files, answers, strict=True):
-            show(_line(file, classes, as_json=given.json))
+            show(_line(file, classes, as_json=parsed.json))
     except UserError as error:
         print_error(error)
         return 2

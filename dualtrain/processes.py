@@ -186,7 +186,10 @@ def remove_own_folder() -> None:
 
 
 def release() -> None:
-    """Remove multiprocessing's files and kill the fork server. For a process that will not run its exit handlers."""
+    """Kill the fork server, run multiprocessing's finalizers (for 3 s at most), and remove its temporary folder.
+
+    For a process that will not run its exit handlers.
+    """
     # A server that still imports modules would fork the requested workers after this process has exited, and they would
     # print tracebacks.
     kill_forkserver()

@@ -102,7 +102,7 @@ def zero_gradient(optimizer: torch.optim.Optimizer, p: torch.nn.Parameter) -> to
 
 @torch.no_grad()
 def step_if_fresh(optimizer: torch.optim.Optimizer) -> None:
-    """Take a step on this rank alone, with gradients of zeros, if ``optimizer`` has no state.
+    """Take a step without communication, with gradients of zeros, if ``optimizer`` has no state.
 
     The step overwrites the gradients, and is recorded as a defect if it makes a difference. LBFGS takes no step, because
     Horovod refuses it.

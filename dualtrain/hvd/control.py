@@ -90,8 +90,8 @@ class _WorkerEnd:
 class _Outbox:
     """Queue of messages to one rank. Sending does not block.
 
-    A rank may not read messages for a long time, because it executes a long call or its process is stopped. Meanwhile, the
-    coordinator's thread must serve the other ranks, and report which rank a call waits for.
+    A rank may leave its messages unread for a long time, because it executes a long call or its process is stopped.
+    Meanwhile, the coordinator's thread must serve the other ranks, and report which rank a call waits for.
     """
 
     def __init__(self, connection: Connection) -> None:

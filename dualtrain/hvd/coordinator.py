@@ -281,6 +281,7 @@ class Coordinator:
         return len(members) - len(left_out)
 
     def _after_join(self, rank: int) -> None:
+        """Send the messages that follow from the join of ``rank``. If all ranks have joined now, end the join."""
         for message in self._zeros_sent.values():
             # The rank may have joined in the middle of the exchange of ``message``. Ranks that joined earlier have got the
             # request already, and wait for this rank's zeros.

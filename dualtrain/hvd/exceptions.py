@@ -15,7 +15,7 @@ class HorovodInternalError(BackendError):
 class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818
     """The hosts of the job have changed. ``elastic.run`` catches this and joins the world again, without a restore.
 
-    ``skip_sync`` is True if hosts were only removed, so that no new rank needs the state.
+    ``skip_sync`` is True if hosts were only removed: then no new rank needs the state.
     """
 
     def __init__(self, skip_sync: bool) -> None:

@@ -58,7 +58,8 @@ def broadcast_optimizer_state(
     If an optimizer has no state, Horovod's function takes a step with gradients of zeros, in which weight decay changes
     the weights. SGD without momentum has no state after this step either, and Horovod's function then does not send the
     options. This function has these defects only with DUALTRAIN_HVD_COMPAT=1; otherwise it takes no step and always sends
-    the options. As with Horovod, parameters without a gradient get a gradient of zeros if there is no state.
+    the options. As with Horovod, parameters without a gradient get a gradient of zeros if there is no state; with
+    DUALTRAIN_HVD_COMPAT=1, parameters with a gradient do too.
 
     Args:
         optimizer: any optimizer, distributed or not.

@@ -217,7 +217,8 @@ def join(device: int = -1, divide_by: str = "initial") -> int:
 
     Raises:
         ValueError: ``divide_by`` is neither of these values.
-        HorovodInternalError: a rank failed, or Horovod was shut down.
+        HorovodInternalError: a rank failed, this rank lacks an optimizer or a parameter that other ranks use, or Horovod
+            was shut down or is not initialized.
     """
     if divide_by not in ("initial", "active"):
         raise ValueError(f'divide_by={divide_by!r} is not known: pass "initial" or "active"')

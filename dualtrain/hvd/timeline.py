@@ -27,7 +27,7 @@ class Timeline:
         self._file: TextIO | None = None
         self._path = ""
         self._lines: dict[str, int] = {}  # call or gradient → index of its line in the chart
-        self._open: set[tuple[str, str]] = set()  # activities in progress; also kept up to date while no file is open
+        self._activities: set[tuple[str, str]] = set()  # in progress; also kept up to date while no file is open
         self._start_time = 0.0
         self._size = 0  # bytes written so far
         self.mark_cycles = False
@@ -53,13 +53,13 @@ class Timeline:
             self._write(
                 name="process_name", ph="M", pid=0, args={"start_time_since_epoch_in_micros": int(self._start_time * 1e6)}
             )
-            for what, activity in sorted(self._open):  # activities that were in progress when the file was opened
+            for what, activity in sorted(self._activities):  # activities that were in progress when the file was opened
                 self._write(name=activity, ph="B", pid=self._line(what))
 
     def stop(self) -> None:
         """Close the file, if one is open."""
         with self._lock:
-            for what, activity in sorted(self._open) if self.active else ():
+            for what, activity in sorted(self._activities) if self.active else ():
                 self._write(name=activity, ph="E", pid=self._line(what))
             if self._file is not None:
                 try:
@@ -71,18 +71,18 @@ class Timeline:
     def begin(self, what: str, activity: str) -> None:
         """Record that ``activity`` (such as ALLREDUCE) starts for the call or gradient ``what``, such as allreduce.loss."""
         with self._lock:
-            if (what, activity) in self._open:
+            if (what, activity) in self._activities:
                 return
-            self._open.add((what, activity))
+            self._activities.add((what, activity))
             if self._file is not None:
                 self._write(name=activity, ph="B", pid=self._line(what))
 
     def end(self, what: str, activity: str) -> None:
         """Record that ``activity`` ends; do nothing if it has not started."""
         with self._lock:
-            if (what, activity) not in self._open:
+            if (what, activity) not in self._activities:
                 return
-            self._open.remove((what, activity))
+            self._activities.remove((what, activity))
             if self._file is not None:
                 self._write(name=activity, ph="E", pid=self._line(what))
 
