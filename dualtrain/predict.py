@@ -110,7 +110,7 @@ def _load(weights: Path, config: dict[str, Any], task: dict[str, Any]) -> nn.Mod
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{str(weights)!r} cannot be read ({reason}): copy it again") from error
     name, pretrained = str(config.get("model")), config.get("pretrained") is True
-    model = build(name, tuple(task["shape"]), task["classes"], pretrained=pretrained, load_pretrained=False)
+    model = build(name, tuple(task["shape"]), task["classes"], pretrained=pretrained, load_published=False)
     wrong = differences(model.state_dict(), state)
     if wrong:
         raise UserError(

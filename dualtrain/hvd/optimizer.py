@@ -55,7 +55,7 @@ def DistributedOptimizer(  # noqa: N802
     ``synchronize()`` first, and must call ``step()`` inside ``skip_synchronize()``.
 
     Args:
-        optimizer: any torch optimizer; its state is kept.
+        optimizer: any torch optimizer; its state is kept, except with DUALTRAIN_HVD_COMPAT=1.
         named_parameters: ``model.named_parameters()``; with ``None``, names are generated.
         compression: ``Compression.none``, ``fp16``, ``bf16``, or the user's own compressor.
         backward_passes_per_step: number of backward passes whose gradients are summed before they are exchanged.

@@ -26,7 +26,7 @@ def build(
     classes: int,
     *,
     pretrained: bool = False,
-    load_pretrained: bool = True,
+    load_published: bool = True,
     freeze_backbone: bool = False,
     weights: str | None = None,
 ) -> nn.Module:
@@ -38,17 +38,17 @@ def build(
         shape: shape of one input: (channels, height, width) of an image, (length,) of a text.
         classes: number of classes; for a text, the size of the vocabulary.
         pretrained: start from torchvision's weights, except for a head of a different size. Missing weights are downloaded.
-        load_pretrained: false if ``weights`` or a checkpoint replaces torchvision's weights. Then ``pretrained`` loads no
+        load_published: false if ``weights`` or a checkpoint replaces torchvision's weights. Then ``pretrained`` loads no
             weights, but still sets ``transform_input`` of GoogLeNet and Inception v3 for images of 3 channels, as their
             published weights require.
         freeze_backbone: train only the last linear or convolutional layer; all BatchNorm layers stay in evaluation mode.
         weights: file of weights for the whole model, safetensors or a state dict.
 
     Raises:
-        UserError: the name is unknown, the model does not take inputs of this shape, an option does not work with the
-            model, or weights are missing or do not fit.
+        UserError: the name is unknown, the user's function raises or returns no usable module, the model does not take
+            inputs of this shape, an option does not work with the model, or weights are missing or do not fit.
     """
-    model = _build(name, shape, classes, pretrained, load_pretrained)
+    model = _build(name, shape, classes, pretrained, load_published)
     if weights is not None:
         load_weights(model, weights)
     if freeze_backbone:
@@ -56,7 +56,7 @@ def build(
     return model
 
 
-def _build(name: str, shape: Shape, classes: int, pretrained: bool, load_pretrained: bool) -> nn.Module:
+def _build(name: str, shape: Shape, classes: int, pretrained: bool, load_published: bool) -> nn.Module:
     if pretrained and (":" in name or name in _IMAGE_MODELS or name in _TEXT_MODELS):
         raise UserError(f"--pretrained works with torchvision's models, not with {name!r}: leave --pretrained out")
     if ":" in name:
@@ -73,7 +73,7 @@ def _build(name: str, shape: Shape, classes: int, pretrained: bool, load_pretrai
             f"--model {name!r} is not known: choose one of {own}, a classification model of torchvision "
             "(resnet18, …), or pkg.mod:build"
         )
-    return classifiers.classifier(name, _image_shape(name, shape), classes, pretrained, load_pretrained=load_pretrained)
+    return classifiers.classifier(name, _image_shape(name, shape), classes, pretrained, load_published=load_published)
 
 
 def _freeze(model: nn.Module, name: str) -> None:

@@ -25,13 +25,13 @@ def names() -> list[str]:
 
 
 def classifier(
-    name: str, shape: tuple[int, int, int], classes: int, pretrained: bool, *, load_pretrained: bool = True
+    name: str, shape: tuple[int, int, int], classes: int, pretrained: bool, *, load_published: bool = True
 ) -> nn.Module:
     """Build torchvision's model ``name`` with a first convolution for ``shape``'s channels and a head for ``classes``.
 
     With ``pretrained``, all layers start from torchvision's weights, except a head of a different size. If the images do
     not have 3 channels, each input channel of the first convolution gets the sum of torchvision's weights over their 3
-    channels, divided by the images' number of channels. If ``load_pretrained`` is false, torchvision's weights are not
+    channels, divided by the images' number of channels. If ``load_published`` is false, torchvision's weights are not
     loaded, because the caller loads weights of the whole model.
 
     Raises:
@@ -47,7 +47,7 @@ def classifier(
         raise UserError(
             f"--model {name} does not take images of {shape[1]} × {shape[2]} pixels ({error}): give another --image-size"
         ) from error
-    if pretrained and load_pretrained:
+    if pretrained and load_published:
         _load_published(model, name)
     if pretrained and hasattr(model, "transform_input"):
         # The published weights of GoogLeNet and Inception v3 need inputs in [-1, 1]; forward() converts normalized images.

@@ -27,6 +27,9 @@ class RayExecutor:
         gpus_per_worker: GPUs of each rank; by default, 1 with ``use_gpu``.
         use_current_placement_group: whether to use the placement group of the calling task, if there is one.
         elastic: ``min_workers``, ``max_workers``, ``reset_limit`` and similar arguments, which must be ``None``.
+
+    Raises:
+        UserError: an argument of ``elastic`` is not ``None``, or other arguments are not valid (``placement``).
     """
 
     def __init__(
@@ -134,6 +137,9 @@ class RayExecutor:
 
         If ``fn`` raises on a rank, or a rank's process ends, all actors are ended, their objects are lost, and Ray's
         exception is raised; it names the rank. ``callbacks`` are ignored, as Horovod ignores them without elastic training.
+
+        Raises:
+            UserError: the actors are not started.
         """
         return self._wait_for(self.run_remote(fn, args, kwargs), "run")
 

@@ -199,7 +199,7 @@ def make_model(section: ModelSection, task: Task, seed: int, backend: Backend, *
             task.shape,
             task.classes,
             pretrained=section.pretrained,
-            load_pretrained=published,
+            load_published=published,
             freeze_backbone=section.freeze_backbone,
             weights=None if resumed else section.weights,
         ),

@@ -151,6 +151,9 @@ class ObjectState(State):
         bcast_object: returns the root's object on every rank.
         get_rank: returns this process's rank.
         kwargs: the objects, by name; the same names on every rank.
+
+    Raises:
+        TypeError: an object cannot be copied.
     """
 
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
