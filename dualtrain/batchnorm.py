@@ -145,7 +145,7 @@ class SyncBatchNorm(_BatchNorm):
 
     @classmethod
     def convert_sync_batchnorm(cls, module: torch.nn.Module) -> torch.nn.Module:
-        """Replace each BatchNorm in ``module`` by a layer of this class with the BatchNorm's parameters and state.
+        """Replace each BatchNorm in ``module`` that is not of this class by one that is, with its parameters and state.
 
         A BatchNorm that has several names is replaced by one layer in all these places.
         Return ``module``, or the new layer if ``module`` itself is a BatchNorm.
@@ -256,8 +256,8 @@ def synchronize_norms(model: nn.Module, backend: Backend) -> None:
     Each layer is replaced by a new one, in place. The new layers have the parameters and buffers of the old ones, so an
     optimizer of the model stays valid. In training, their forward and backward are collective: every rank must run them.
     ``FrozenNorm`` layers (``models/freezing.py``) are not changed. Layers of subclasses of torch's classes are not changed
-    either; rank 0 logs the names of those that are in training mode. ``torch.save`` and ``pickle`` write the new layers as
-    torch's BatchNorm layers.
+    either; rank 0 logs the names of those that are in training mode, three at most. ``torch.save`` and ``pickle`` write the
+    new layers as torch's BatchNorm layers.
 
     Raises:
         ValueError: ``model`` itself is one of torch's BatchNorm layers.

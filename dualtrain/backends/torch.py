@@ -83,12 +83,12 @@ _ENDING: list[threading.Thread] = []  # threads that are still ending groups; on
 _EXIT_SECONDS = 30.0  # longest wait for these threads at exit
 
 
-def _end(groups: list[Any], *, failed: bool) -> None:
+def _end(groups: list[Any], *, peer_failed: bool) -> None:
     """End groups by dropping their last references, which are in ``groups``. Usually blocks for a second at most.
 
     The groups end in a thread. If a peer has failed, this thread may wait for an unfinished operation, so the exit of the
     process does not wait for the thread. Without a failed peer, a thread that needs more than a second, as on a busy
-    machine, is joined at exit.
+    machine, is joined at exit, for up to ``_EXIT_SECONDS``.
     """
     try:
         thread = start_thread(groups.clear, "dualtrain-group-end")
@@ -97,7 +97,7 @@ def _end(groups: list[Any], *, failed: bool) -> None:
         return
     thread.join(1.0)
     _ENDING[:] = [each for each in _ENDING if each.is_alive()]
-    if not failed and thread.is_alive():
+    if not peer_failed and thread.is_alive():
         _ENDING.append(thread)
 
 
@@ -112,12 +112,12 @@ def _end_all() -> None:
     _IN_USE[:] = [(process, group) for process, group in _IN_USE if process != os.getpid()]
     for _, group in _IN_USE:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))  # otherwise the interpreter would drop the group at exit
-    failed = False
+    peer_failed = False
     for backend in _BACKENDS:
-        failed |= backend.watch is not None and backend.watch.peer_failed
+        peer_failed |= backend.watch is not None and backend.watch.peer_failed
         backend.forget_groups()
     if groups:
-        _end(groups, failed=failed)
+        _end(groups, peer_failed=peer_failed)
     deadline = time.monotonic() + _EXIT_SECONDS
     for thread in _ENDING:
         thread.join(max(deadline - time.monotonic(), 0.0))
@@ -234,7 +234,7 @@ class TorchBackend(Backend):
         device: where this rank's tensors will be.
         timeout: the longest time in seconds that any wait lasts.
         store: the job's store, without keys of earlier worlds.
-        placed: ``world`` with local and cross ranks that follow from the hosts of all ranks.
+        placed_world: ``world`` with local and cross ranks that follow from the hosts of all ranks.
 
     Raises:
         UserError: the processes cannot connect to each other.
@@ -247,15 +247,15 @@ class TorchBackend(Backend):
     _default_group: Any = None  # the default group that this backend has made
     _native: dist.Store | None = None  # see ``_native_store``
     _nccl: Any = None  # the process group for tensors on GPUs; ``None`` before the first one
-    _nccl_sums = 0  # how many sums of gradients were started in that group
+    _nccl_sums = 0  # how many operations of the gradient path were started in that group
     #: Buffers for the next comparison of calls; ``None`` before the first one, and if the last one has not ended.
     _buffers: CallBuffers | None = None
 
-    def __init__(self, world: World, device: torch.device, timeout: float, store: dist.Store, placed: World) -> None:
+    def __init__(self, world: World, device: torch.device, timeout: float, store: dist.Store, placed_world: World) -> None:
         super().__init__(world, device, timeout)
         self.transport = self.transports[device.type]
-        self._interface, self._address = gloo_interface(placed), listening_address(placed)
-        self._one_host = placed.single_host
+        self._interface, self._address = gloo_interface(placed_world), listening_address(placed_world)
+        self._one_host = placed_world.single_host
         self._open_groups(store)
         try:
             self._set_longest(few_cores=self._one_host and self._cores() <= self.size)
@@ -361,14 +361,22 @@ class TorchBackend(Backend):
         return self._nccl_sums if device == "cuda" else 0
 
     def start(self, what: str, issue: Callable[[], dist.Work], *tensors: torch.Tensor) -> Work[None]:
-        """Start the operation ``what``, by calling ``issue``."""
+        """Start the operation ``what``, by calling ``issue``.
+
+        Raises:
+            BackendError: ``issue`` raised RuntimeError. See also :meth:`failure`.
+        """
         try:
             return _TorchWork(self, issue(), what, *tensors)
         except RuntimeError as error:
             raise self.failure(what, error) from error
 
     def _group_of(self, tensor: torch.Tensor) -> Any:
-        """Return the process group for checked calls on ``tensor``. Collective, and blocks, for the first GPU tensor."""
+        """Return the process group for checked calls on ``tensor``. Collective, and blocks, for the first GPU tensor.
+
+        Raises:
+            UserError, BackendError: there can be no group for this tensor.
+        """
         if tensor.is_cpu:
             return self._calls
         refuse_other_devices(tensor)
@@ -378,7 +386,10 @@ class TorchBackend(Backend):
         return self._nccl
 
     def _group_of_sums(self, tensor: torch.Tensor) -> Any:
-        """Return the process group for a sum of gradients. Collective, and blocks, for the first GPU tensor."""
+        """Return the process group for an operation of the gradient path, and count the operation if it is on a GPU.
+
+        Collective, blocks and raises as :meth:`_group_of`.
+        """
         if tensor.is_cpu:
             return self._sums
         group = self._group_of(tensor)
@@ -474,7 +485,7 @@ class TorchBackend(Backend):
         groups = list(self._groups)
         self.forget_groups()
         _IN_USE[:] = [(process, group) for process, group in _IN_USE if group not in groups]
-        _end(groups, failed=self.watch is not None and self.watch.peer_failed)
+        _end(groups, peer_failed=self.watch is not None and self.watch.peer_failed)
 
     def forget_groups(self) -> None:
         """Drop this backend's references to its groups."""
@@ -490,7 +501,11 @@ class _RanksOfStore:
         self._store = store
 
     def broadcast_object(self, obj: Any = None, root: int = 0, name: str | None = None) -> Any:
-        """Return rank ``root``'s ``obj``, which consists of JSON's types. Called once per name."""
+        """Return rank ``root``'s ``obj``, which consists of JSON's types. Called once per name. Blocks on the other ranks.
+
+        Raises:
+            DistStoreError: rank ``root`` has not set the object within the store's timeout.
+        """
         if self.rank == root:
             self._store.set(f"object/{name}", json.dumps(obj))
             return obj
@@ -598,7 +613,7 @@ def meet(world: World, timeout: float, backend: str = "torch", obstacle: str | N
 
 
 def open_store(world: World, timeout: float) -> dist.Store:
-    """Return the key-value store of ``world``.
+    """Return the key-value store of ``world``. Blocks until the store answers; under torchrun, also collective.
 
     It is the store of torch's default group, or is served by the launcher, the parent process or rank 0. A world of one
     process has a store of its own.

@@ -1,6 +1,6 @@
-"""Addition of all ranks' partial sums along a fixed tree, with any library: the bits depend on the tree alone.
+"""Addition of all ranks' partial sums along a fixed tree: the bits depend on the tree alone, not on the library that sends.
 
-An all-reduce adds in an order that depends on the library and the number of ranks. Here each rank receives its slice of
+An all-reduce adds in an order that depends on that library and on the number of ranks. Here each rank receives its slice of
 every partial sum (all-to-all) and adds the slices along the tree; then the sums are gathered on all ranks. Small
 partial sums are gathered whole instead, in one operation.
 """
@@ -22,9 +22,9 @@ GATHERED_BYTES = 16 << 10  # up to this size, partial sums are gathered whole
 
 
 class TreeSum(Work[None]):
-    """Handle of the sum of all ranks' partial sums.
+    """Handle of the sum of all ranks' partial sums. Construction starts the first exchange.
 
-    ``others`` and ``tensor`` hold this rank's partial sums; ``tensor`` gets the result. See
+    ``others`` and ``tensor`` hold this rank's partial sums, if it has any; ``tensor`` gets the result. See
     :meth:`dualtrain.backends.collectives.Backend.start_tree_sum`.
     """
 
@@ -43,37 +43,40 @@ class TreeSum(Work[None]):
         self._scaled = tensor.numel() - tail
         self._counts = [len(nodes) for nodes in order.owned]
         count = self._counts[backend.rank]
-        mine = [other.view(-1) for other in others[: count - 1]] + [self._tensor] if count else []
+        own_sums = [other.view(-1) for other in others[: count - 1]] + [self._tensor] if count else []
         self._adding = self._ended = False
         whole = tensor.nbytes <= GATHERED_BYTES
         #: Number of elements in each rank's slice (the last slices may be shorter, or empty), or in the whole tensor if it
         #: is gathered whole.
         self._width = tensor.numel() if whole else -(-tensor.numel() // backend.size)
-        self._work, self._received = self._gather(mine) if whole else self._scatter(mine)
+        self._work, self._received = self._gather(own_sums) if whole else self._scatter(own_sums)
         self._whole = whole
 
-    def _gather(self, mine: Sequence[torch.Tensor]) -> tuple[Work[None], torch.Tensor]:
-        """Send all partial sums to all ranks. Ranks that have fewer partial sums than others pad with zeros."""
+    def _gather(self, own_sums: Sequence[torch.Tensor]) -> tuple[Work[None], torch.Tensor]:
+        """Start sending all partial sums to all ranks; return the operation and its output.
+
+        Ranks that have fewer partial sums than others pad with zeros.
+        """
         most = max(self._counts)
         sent = self._tensor.new_zeros(most, self._width)
-        for row, part in zip(sent, mine, strict=False):
+        for row, part in zip(sent, own_sums, strict=False):
             row.copy_(part)
         received = sent.new_empty(self._backend.size, most, self._width)
         return self._backend.start_allgather(as_bytes(received), as_bytes(sent), self._name), received
 
-    def _scatter(self, mine: Sequence[torch.Tensor]) -> tuple[Work[None], torch.Tensor]:
-        """Send slice r of every partial sum to rank r."""
+    def _scatter(self, own_sums: Sequence[torch.Tensor]) -> tuple[Work[None], torch.Tensor]:
+        """Start sending slice r of every partial sum to rank r; return the operation and its output."""
         tensor, size, itemsize = self._tensor, self._backend.size, self._tensor.element_size()
         slices = [self._slice(rank) for rank in range(size)]
         lengths = [end - begin for begin, end in slices]
-        if len(mine) == 1:
-            sent = mine[0]  # the slices of a single partial sum are in order already
+        if len(own_sums) == 1:
+            sent = own_sums[0]  # the slices of a single partial sum are in order already
         else:
-            sent = torch.cat([part[begin:end] for begin, end in slices for part in mine] or [tensor[:0]])
+            sent = torch.cat([part[begin:end] for begin, end in slices for part in own_sums] or [tensor[:0]])
         width = lengths[self._backend.rank]
         received = tensor.new_empty(sum(self._counts) * width)
         counts = [count * width * itemsize for count in self._counts]
-        sizes = [len(mine) * length * itemsize for length in lengths]
+        sizes = [len(own_sums) * length * itemsize for length in lengths]
         return self._backend.start_alltoall(as_bytes(received), as_bytes(sent), counts, sizes, self._name), received
 
     def _slice(self, rank: int) -> tuple[int, int]:
@@ -106,7 +109,10 @@ class TreeSum(Work[None]):
 
     @keep_subnormals
     def _sum(self, parts: Sequence[torch.Tensor], begin: int) -> torch.Tensor:
-        """Add up ``parts``, which begin at element ``begin`` of the tensor, and scale the sum except for the tail."""
+        """Add up ``parts``, which begin at element ``begin`` of the tensor, and scale the sum.
+
+        The last ``tail`` elements of the tensor are not scaled.
+        """
         total = self._order.sum(parts)
         if self._factor != 1:
             total[: max(0, self._scaled - begin)].mul_(self._factor)

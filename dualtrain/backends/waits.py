@@ -18,7 +18,7 @@ _ONE_THREAD = "their calls have no common order on all ranks, so make a channel(
 _POLL_SECONDS = 0.25  # how often a wait checks for failed ranks
 #: Longest step of a wait while other operations are unfinished.
 SLICE_SECONDS = 5e-4
-_REPORT_SECONDS = 1.0  # a wait that lasts longer is reported to the other ranks
+_REPORT_SECONDS = 1.0  # a wait that lasts longer, or over a third of the timeout, is reported to the other ranks
 _LEFT_SECONDS = 1.0  # how long a wait goes on after a rank has left: data that the rank sent before may still arrive
 _REASON_SECONDS = 2.0  # when a connection breaks, wait this long for the failed rank's own report
 
@@ -31,8 +31,8 @@ class Waits:
         timeout: the longest time in seconds that any wait lasts.
         members: for each rank of this backend, its rank in the job. The two may differ: a group's own ranks begin at 0.
         watch: detects failed ranks; ``None`` until :func:`dualtrain.connect` has started it.
-        meanwhile: called during waits for the library. Advances other operations: a rank for which this rank waits may
-            itself wait for one of them. Does not block. Returns how many of these operations are unfinished.
+        meanwhile: called during waits for the communication library. Advances other operations: a rank for which this rank
+            waits may itself wait for one of them. Does not block. Returns how many of these operations are unfinished.
         on_wait: called about four times a second, or more often, during a wait, with this backend, the operation and the
             seconds waited.
         interrupted: the type of the exception, such as KeyboardInterrupt, that has stopped a call; ``None`` if none has.
@@ -66,18 +66,19 @@ class Waits:
         """Number of processes in the backend."""
         return self.world.size
 
-    def await_bounded(self, what: str, finished: Callable[[float], bool], *, alone: bool = False) -> None:
+    def await_bounded(self, what: str, finished: Callable[[float], bool], *, skip_meanwhile: bool = False) -> None:
         """Call ``finished(seconds)`` until it returns True. Each call blocks for about ``seconds`` at most.
 
-        With ``alone``, do not call ``meanwhile``: ``finished`` itself advances other operations.
+        Reports a long wait to the other ranks (see ``_REPORT_SECONDS``). With ``skip_meanwhile``, does not call
+        ``meanwhile``: ``finished`` itself advances other operations.
 
         Raises:
-            PeerFailedError: a rank failed during the wait.
+            PeerFailedError: a rank has failed, or a member of this backend has left the job.
             BackendError: ``finished`` raised, or the backend's timeout has passed.
         """
         start = time.monotonic()
         reported = False
-        meanwhile = None if alone else self.meanwhile
+        meanwhile = None if skip_meanwhile else self.meanwhile
         left_at: float | None = None  # seconds after ``start`` at which a rank was found to have left normally
         try:
             while not finished(SLICE_SECONDS if meanwhile is not None and meanwhile() else _POLL_SECONDS):
@@ -105,13 +106,14 @@ class Waits:
             self.watch.report_wait(what, ended=True)
 
     def failure(self, what: str, error: BaseException, *, waited: bool = False) -> BackendError:
-        """Return the :class:`BackendError` for a third-party ``error`` in the operation ``what``.
+        """Return the :class:`BackendError` for ``error``, which has ended the operation ``what``.
 
-        Pass ``waited=True`` if the library has stopped waiting for other ranks. The message then names the ranks that have
-        reported no wait.
+        The message of a TimeoutError is complete. For any other error, wait for up to ``_REASON_SECONDS`` for a report that
+        explains it. With ``waited=True`` (the operation was waiting for other ranks), also report this wait, and name the
+        ranks that have reported none.
 
         Raises:
-            PeerFailedError: a rank is known to have failed.
+            PeerFailedError: a report has arrived that a rank has failed, or that a member of this backend has left the job.
         """
         reason = one_line(error) or type(error).__name__
         if self.watch is not None and not isinstance(error, TimeoutError):
@@ -134,7 +136,10 @@ class Waits:
         return f"rank {self.job_rank} of {self.size if of_job else ranks_in_words(self.members)}"
 
     def _timeout_message(self) -> str:
-        """Return the message of a timeout, which names the ranks that have not reached the operation."""
+        """Return the message of a timeout.
+
+        It names the ranks that have not reached the operation or, if all ranks wait, the operations in which they wait.
+        """
         late = f"waited {self.timeout:g} s for"
         others = self._others()
         if self.watch is None or not others:
@@ -185,7 +190,7 @@ class Waits:
         call raises BackendError, and the first one also reports the interruption to them.
 
         Raises:
-            BackendError: an earlier call was stopped, or another thread is in a call.
+            BackendError: an earlier call was stopped, or failed on this rank alone; or another thread is in a call.
         """
         if self.interrupted is not None and self.size > 1:
             raise BackendError(self._report_interruption(self.interrupted))
@@ -229,15 +234,15 @@ class Waits:
         The other ranks may still complete the comparison or the sum, and then wait for this rank's data. A library that
         matches operations by their order would give them the data of this rank's next call.
         """
-        own = error.__cause__ is not None  # an error without a cause is raised on all ranks
+        only_here = error.__cause__ is not None  # an error without a cause is raised on all ranks
         # After the failure of a peer, later calls raise this error again.
-        if own and not isinstance(error, PeerFailedError):
+        if only_here and not isinstance(error, PeerFailedError):
             self.interrupted = type(error)
 
-    def _report_interruption(self, by: type[BaseException]) -> str:
-        """Report to the other ranks that an exception of the type ``by`` has stopped a call of this rank; return why."""
+    def _report_interruption(self, kind: type[BaseException]) -> str:
+        """Report to the other ranks that an exception of the type ``kind`` has stopped a call of this rank; return why."""
         number = self.job_rank
-        how = "failed or timed out" if issubclass(by, BackendError) else f"was interrupted by {by.__name__}"
+        how = "failed or timed out" if issubclass(kind, BackendError) else f"was interrupted by {kind.__name__}"
         reason = (
             f"a collective call on rank {number} {how}, so that the calls of rank {number} no longer match those of the "
             "other ranks: restart the ranks"

@@ -144,7 +144,10 @@ class Watch:
         self._unhook = unhook
 
     def announce(self, reason: str) -> None:
-        """Report to the other ranks that this rank stops for ``reason``: a message, or a formatted traceback."""
+        """Report to the other ranks that this rank stops for ``reason``: a message, or a formatted traceback.
+
+        Does nothing if this rank has already reported its end, or in a forked child.
+        """
         if self._may_leave():
             self._leaving = True
             headline = _headline(reason)
@@ -152,7 +155,10 @@ class Watch:
             self.send(asdict(PeerFailure(self.rank, f"stopped: {headline}\n{details}".rstrip())))
 
     def leave(self) -> None:
-        """Report to the other ranks that this rank leaves the job normally."""
+        """Report to the other ranks that this rank leaves the job normally, and undo :meth:`report_at_exit`.
+
+        Reports nothing if this rank has already reported its end, or in a forked child.
+        """
         self._unhook()
         self._unhook = _do_nothing
         if self._may_leave():
@@ -227,8 +233,8 @@ class Watch:
     ) -> None:
         """Handle the messages that ``read`` returns.
 
-        If ``read`` raises an error, or a message is malformed, close the connection. Then also report that the peer has
-        failed, unless the peer or this rank has already reported its own end.
+        If ``read`` raises an error, or a message is malformed, close the connection. Then also record that the peer has
+        failed (rank 0 reports it too), unless the peer or this rank has already reported its own end.
         """
         try:
             self._handle(read(), reported)
@@ -295,7 +301,7 @@ class Watch:
 
 
 def _headline(reason: str) -> str:
-    """Return ``reason`` in one line.
+    """Return ``reason`` in one line, cut off after ``_HEADLINE`` characters.
 
     If it begins with a formatted traceback, return the type and the message of the exception. Leave out a later traceback.
     """

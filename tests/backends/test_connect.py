@@ -837,7 +837,7 @@ def test_the_exit_waits_for_groups_that_end_slowly_unless_a_peer_has_failed(fail
 
     for name, empty in (("_IN_USE", []), ("_BACKENDS", set()), ("_ENDING", [])):
         monkeypatch.setattr(torch_backend, name, empty)
-    torch_backend._end([Group()], failed=failed)
+    torch_backend._end([Group()], peer_failed=failed)
     if not failed:
         threading.Timer(0.3, may_end.set).start()
     torch_backend._end_all()

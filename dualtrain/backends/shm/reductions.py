@@ -341,7 +341,7 @@ class SharedMemory:
             what = COMPARING if kind == _VECTOR else self._pending[0].what
             what = f"{what} (waiting for rank {self._ranks_here()[other]})"
             self._sleeping = True
-            self._library.await_bounded(what, partial(self._wait_and_progress, kind, other), alone=True)
+            self._library.await_bounded(what, partial(self._wait_and_progress, kind, other), skip_meanwhile=True)
             self._sleeping = False
             return self._semaphores.try_wait(kind, other, spin=False)  # ``timed_wait`` leaves the post to ``try_wait``
         return False
