@@ -205,7 +205,10 @@ def _machine(spec: LaunchSpec, results: Results, began: tuple[str, str]) -> dict
 
 
 def _files(results: Results, rows: Sequence[Row], machine: dict[str, str], *, targets: bool) -> Iterator[tuple[str, str]]:
-    """Yield names and contents of the files. The JSON file is first, so that the results are not lost if a chart fails."""
+    """Yield names and contents of the files; no chart if it would be empty.
+
+    The JSON file is first, so that the results are not lost if a chart fails.
+    """
     from dualtrain.bench.bench_charts import chart_groups, picture
     from dualtrain.bench.bench_page import page
     from dualtrain.bench.table import answer
@@ -250,7 +253,11 @@ def _run(given: argparse.Namespace) -> int:
 
 
 def _measure(given: argparse.Namespace, jobs: tuple[str, ...], names: tuple[str, ...], spec: LaunchSpec) -> Results:
-    """Measure the contenders that can be started with this launch specification."""
+    """Measure the contenders that can be started with this launch specification.
+
+    Raises:
+        UserError: none can be started, or none has any of the jobs.
+    """
     fallbacks = _fallbacks(spec, jobs) if given.contenders is None else {}
     missing = _missing(names, spec)
     names = tuple(dict.fromkeys(fallbacks.get(name, name) if name in missing else name for name in names))
@@ -291,13 +298,13 @@ def _conclude(folder: Path, results: Results, machine: dict[str, str], *, target
         raise results.interrupted
     if not targets:
         return 0 if any(map(results.count, results.samples)) else 1
-    judged = [row for row in rows if row.target is not None]
+    with_target = [row for row in rows if row.target is not None]
     missing = {
         name
         for name in results.missing.keys() & _with_targets()
         if not results.count(name) and not _lacks_optional_package(name)
     }
-    return 1 if missing or not judged or any(row.verdict in ("", NOT_MET) for row in judged) else 0
+    return 1 if missing or not with_target or any(row.verdict in ("", NOT_MET) for row in with_target) else 0
 
 
 def _lacks_optional_package(name: str) -> bool:

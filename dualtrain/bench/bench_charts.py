@@ -27,13 +27,13 @@ class Mark:
 
     Attributes:
         label: name of the contender.
-        own: whether the contender is dualtrain.
+        is_dualtrain: whether the contender is dualtrain.
         found: the contender's steps per second divided by those of the reference.
         tip: the tooltip.
     """
 
     label: str
-    own: bool
+    is_dualtrain: bool
     found: Estimate
     tip: str
 
@@ -42,7 +42,10 @@ Groups = dict[str, list[Mark]]  # by workload
 
 
 def chart_groups(results: Results) -> tuple[str, Groups]:
-    """Return the reference's title, and the rows of the chart by workload; ``("", {})`` if there are no rows."""
+    """Return the reference's title, and the rows of the chart by workload, dualtrain's first.
+
+    Return ``("", {})`` if there are no rows.
+    """
     reference = next((name for name in REFERENCES if results.count(name)), "")
     groups: Groups = {}
     for job in (job for job in LENGTHS if job not in SKIPPED and reference):
@@ -51,7 +54,7 @@ def chart_groups(results: Results) -> tuple[str, Groups]:
                 mark = _mark(results, name, reference, job)
                 if mark is not None:
                     groups.setdefault(job, []).append(mark)
-    ordered = {job: sorted(marks, key=lambda mark: not mark.own) for job, marks in groups.items()}
+    ordered = {job: sorted(marks, key=lambda mark: not mark.is_dualtrain) for job, marks in groups.items()}
     return (ENTRIES[reference].title if groups else ""), ordered
 
 
@@ -125,7 +128,7 @@ def _line(mark: Mark, axis: LogAxis, y: float, width: int) -> str:
     x, low, high = (axis(ratio) for ratio in (found.value, found.low, found.high))
     values = f"<tspan>{found.value:.2f}</tspan> ({found.low:.2f}–{found.high:.2f})"
     return (
-        f'<g class="{"own" if mark.own else "peer"}"><title>{text(mark.tip)}</title>'
+        f'<g class="{"own" if mark.is_dualtrain else "peer"}"><title>{text(mark.tip)}</title>'
         f'<rect class="hit" x="0" y="{y:g}" width="{width}" height="{ROW if width == WIDE else 2 * ROW}"/>'
         f'<text x="{EDGE}" y="{at:g}">{text(mark.label)}</text>'
         f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{middle:g}" y2="{middle:g}"/>'

@@ -55,7 +55,7 @@ def run_forked(
     """Run a contender and return the results of all its ranks, in any order. Blocks until its processes have ended.
 
     Raises:
-        LaunchError: a process failed, or the timeout expired.
+        LaunchError: a process failed, the timeout expired, or lines of several ranks are mixed.
     """
     arguments = [entry.module, ",".join(jobs), f"--device={spec.device}", f"--folder={spec.folder.resolve()}"]
     arguments += [f"--step-fraction={step_fraction}", f"--option={entry.option}"]

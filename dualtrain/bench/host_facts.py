@@ -23,13 +23,13 @@ def load() -> str:
     return "{:.2f}, {:.2f} and {:.2f}".format(*os.getloadavg())
 
 
-def host_facts(device: str, before: str, threads: str) -> dict[str, str]:
-    """Return facts about this host; ``before`` is its load before the measurement."""
+def host_facts(device: str, load_before: str, threads: str) -> dict[str, str]:
+    """Return facts about this host; ``load_before`` is its load before the measurement."""
     return {
         "device": device,
         "processor": processor_name(),
         "cores": f"{usable_cores()} usable here; {threads}",
-        "load": f"{before} before (averages over 1, 5 and 15 minutes), {load()} after",
+        "load": f"{load_before} before (averages over 1, 5 and 15 minutes), {load()} after",
         "versions": ", ".join([f"dualtrain {__version__}", f"Python {platform.python_version()}", *_versions()]),
     }
 

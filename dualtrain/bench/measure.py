@@ -60,7 +60,8 @@ class Results:
     """All samples and failures.
 
     Attributes:
-        samples: for each contender, one sample per round; ``None`` in rounds in which it failed or no time was left for it.
+        samples: for each contender, one sample per round, up to the last round in which it was started; ``None`` for a
+            round in which it failed or was not started.
         missing: for each contender that was left out, the reason.
         failures: for each contender, the messages of its failed starts, even if the second start in the round succeeded.
         step_fractions: for each round, the fraction of each workload's steps that it ran.
@@ -75,25 +76,29 @@ class Results:
 
     @property
     def rounds(self) -> int:
-        """Number of rounds that were run."""
+        """Number of rounds that were begun. The last one may be incomplete."""
         return len(self.step_fractions)
 
     def count(self, name: str) -> int:
         """Return the number of rounds in which a contender ran."""
         return sum(sample is not None for sample in self.samples.get(name, ()))
 
-    def column(self, name: str, together: str = "") -> list[Sample | None]:
+    def column(self, name: str, shared_entry: str = "") -> list[Sample | None]:
         """Return a contender's samples by round.
 
-        ``together`` is the entry in whose processes the contender ran; empty if it had its own processes.
+        ``shared_entry`` is the entry in whose processes the contender ran side by side with others; empty if it had its own
+        processes.
         """
-        if not together:
+        if not shared_entry:
             return self.samples.get(name, [])
-        return [None if sample is None else sample.parts.get(name) for sample in self.samples.get(together, ())]
+        return [None if sample is None else sample.parts.get(name) for sample in self.samples.get(shared_entry, ())]
 
-    def pairs(self, one: str, other: str, together: str = "") -> list[tuple[Sample, Sample]]:
-        """Return the samples of two contenders from the rounds in which both ran; for ``together`` see :meth:`column`."""
-        both = zip(self.column(one, together), self.column(other, together), strict=False)
+    def pairs(self, one: str, other: str, shared_entry: str = "") -> list[tuple[Sample, Sample]]:
+        """Return the samples of two contenders from the rounds in which both ran.
+
+        For ``shared_entry`` see :meth:`column`.
+        """
+        both = zip(self.column(one, shared_entry), self.column(other, shared_entry), strict=False)
         return [(a, b) for a, b in both if a is not None and b is not None]
 
 
@@ -119,7 +124,9 @@ class Plan:
 
 
 def measure(plan: Plan, spec: LaunchSpec, log: Callable[[str], None]) -> Results:
-    """Run the rounds; ``log`` gets a line per start. A contender that fails twice in a round is left out after that.
+    """Run the rounds; ``log`` gets a line per start, and one if time runs out.
+
+    A contender that fails twice in a round is left out after that.
 
     After Ctrl-C or SIGTERM, return the results so far, with the exception as ``interrupted``.
     """

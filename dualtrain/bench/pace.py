@@ -19,7 +19,8 @@ class Pace:
     """Chooses ``step_fraction``, the fraction of each workload's steps (``plan.LENGTHS``) that a round runs.
 
     The first of several rounds runs the smallest fraction, and measures the contenders' fixed time (their start) and the
-    time of their steps. Later rounds run the largest fraction for which there is time at the speed of the previous round.
+    time of their steps. Later rounds run the largest fraction for which there is time at the speed of the previous round,
+    and the smallest fraction if there is time for none.
 
     Args:
         rounds: number of rounds, if time permits.
@@ -35,10 +36,10 @@ class Pace:
         #: For each contender, from its last round: fixed seconds, and seconds per step of each workload.
         self._known: dict[str, tuple[float, Mapping[str, float]]] = {}
 
-    def note(self, name: str, seconds: float, steps: Mapping[str, float]) -> None:
+    def note(self, name: str, seconds: float, step_seconds: Mapping[str, float]) -> None:
         """Record a contender's total ``seconds`` in this round, and its seconds per step of each workload."""
-        timed = sum(one * steps_of(job, self.step_fraction) for job, one in steps.items())
-        self._known[name] = max(0.0, seconds - timed), steps
+        timed = sum(one * steps_of(job, self.step_fraction) for job, one in step_seconds.items())
+        self._known[name] = max(0.0, seconds - timed), step_seconds
 
     def end_round(self, names: Collection[str]) -> None:
         """Choose the step fraction of the next round, in which the contenders ``names`` run."""
@@ -49,7 +50,10 @@ class Pace:
             self.step_fraction = max(_LEAST_FRACTION, 0.98 * self.step_fraction)
 
     def fits(self, names: Collection[str]) -> bool:
-        """Return whether these contenders would end in time at the speed of their last round."""
+        """Return whether these contenders would end in time at the speed of their last round.
+
+        A contender that has not run yet counts as 0 s.
+        """
         return self._seconds(names, self.step_fraction) <= self.seconds_left
 
     @property

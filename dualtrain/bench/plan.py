@@ -201,10 +201,12 @@ def missing_package(entry: Entry) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows with the throughput of ``one`` divided by that of ``other``, one row for each job that both contenders measure.
+    """Rows with the throughput of ``one`` divided by that of ``other``.
+
+    There is one row for each job that both contenders measure, except for costs, and for allreduces without a target.
 
     Attributes:
-        together: the entry that runs both contenders in turns in the same processes; empty for separate processes.
+        shared_entry: the entry that runs both contenders in turns in the same processes; empty for separate processes.
         targets: for each job, the ratio that the lower end of the interval should reach; "*" is for all other workloads.
         allow_noise: whether to lower the targets by the noise floor, the difference between two equal contenders.
     """
@@ -213,12 +215,12 @@ class Comparison:
     other: str
     targets: dict[str, float]
     allow_noise: bool = False
-    together: str = ""
+    shared_entry: str = ""
 
     @property
     def entries(self) -> tuple[str, ...]:
         """Names of the entries that are started for this comparison."""
-        return (self.together,) if self.together else (self.one, self.other)
+        return (self.shared_entry,) if self.shared_entry else (self.one, self.other)
 
 
 COMPARISONS = (
@@ -226,12 +228,12 @@ COMPARISONS = (
     Comparison("shm", TUNED, {"resnet18": 1.30, "mlp": 1.15, "small": 1.40, "sweep/100000000": 5.0}),
     Comparison("shm", "alone", {"resnet18": 0.95, "mlp": 0.90, "convnet": 0.97}),
     Comparison("native", TUNED, dict.fromkeys(set(STEPS) - set(SHAPES), 1.00), allow_noise=True),
-    Comparison("native", TUNED, dict.fromkeys(SHAPES, 0.99), together=BESIDE_DDP),
+    Comparison("native", TUNED, dict.fromkeys(SHAPES, 0.99), shared_entry=BESIDE_DDP),
     Comparison(
-        "shm", "alone", {"transformer": 0.97, "vgg": 0.93, "mlp33m": 0.90, "layers250": 0.90}, together=BESIDE_ALONE
+        "shm", "alone", {"transformer": 0.97, "vgg": 0.93, "mlp33m": 0.90, "layers250": 0.90}, shared_entry=BESIDE_ALONE
     ),
-    Comparison("shm", "one-number", {}, together=BESIDE_ALONE),
-    Comparison("hvd", "shm", {"transformer": 0.97, "layers250": 0.97}, together=BESIDE_HVD),
+    Comparison("shm", "one-number", {}, shared_entry=BESIDE_ALONE),
+    Comparison("hvd", "shm", {"transformer": 0.97, "layers250": 0.97}, shared_entry=BESIDE_HVD),
     Comparison("ours-gloo", "hvd-gloo", {"*": 1.00, "small": 1.30}),
     Comparison("ours-mpi", "hvd-mpi", {"*": 1.00}),
     Comparison("shm", "ddp", {}),
@@ -284,6 +286,6 @@ def steps_of(job: str, step_fraction: float) -> int:
 def jobs_of(entry: Entry, chosen: Collection[str]) -> tuple[str, ...]:
     """Return the contender's jobs that are in ``chosen``, in order.
 
-    The first job also measures the time from launch to first step.
+    The first of them, if it is a workload, also measures the time from launch to first step.
     """
     return tuple(job for job in entry.steps + entry.jobs if job in chosen)

@@ -30,7 +30,7 @@ class Row:
 
     Attributes:
         group: heading above this row.
-        job: the job that was measured.
+        job: the job that was measured; for a cost, its title.
         found: the ratio or the cost.
         unit: "×" for a ratio, else the unit of the cost.
         seconds: for a ratio, the median seconds of both contenders.
@@ -40,7 +40,7 @@ class Row:
         note: remark on the verdict, or the reason why there is no verdict.
         accuracies: for an epoch, the accuracies of both contenders.
         one: name of the contender that is measured.
-        other: name of the contender with which ``one`` is compared.
+        other: name of the contender with which ``one`` is compared; empty if there is none.
     """
 
     group: str
@@ -61,7 +61,7 @@ def rows_of(results: Results) -> list[Row]:
     """Return all rows for which there are samples, comparisons first."""
     rows: list[Row] = []
     for comparison in COMPARISONS:
-        pairs = results.pairs(comparison.one, comparison.other, comparison.together)
+        pairs = results.pairs(comparison.one, comparison.other, comparison.shared_entry)
         jobs = [job for job in pairs[0][0].seconds if job in pairs[0][1].seconds] if pairs else []
         rows += [_ratio(comparison, job, results, rows) for job in jobs if _compared(comparison, job)]
     return rows + [row for cost in COSTS if (row := _cost(cost, results)) is not None]
@@ -72,15 +72,15 @@ def _compared(comparison: Comparison, job: str) -> bool:
     return job not in ("start", "stall", "trainer") and (not job.startswith("sweep") or job in comparison.targets)
 
 
-def _ratio(comparison: Comparison, job: str, results: Results, before: list[Row]) -> Row:
-    one, other, together = comparison.one, comparison.other, comparison.together
-    pairs = [(a, b) for a, b in results.pairs(one, other, together) if job in a.seconds and job in b.seconds]
+def _ratio(comparison: Comparison, job: str, results: Results, earlier_rows: list[Row]) -> Row:
+    one, other, shared_entry = comparison.one, comparison.other, comparison.shared_entry
+    pairs = [(a, b) for a, b in results.pairs(one, other, shared_entry) if job in a.seconds and job in b.seconds]
     found = estimate([b.seconds[job] / a.seconds[job] for a, b in pairs])
     weights = _weights(job, comparison, results)
     target = comparison.targets.get(job, comparison.targets.get("*") if weights != NONE else None)
     verdict, note = "", _unjudged(target, found)
     if target is not None and not note:
-        floor = noise_floor(before, job) if comparison.allow_noise else 0.0
+        floor = noise_floor(earlier_rows, job) if comparison.allow_noise else 0.0
         least = target * (1 - floor)
         verdict = NOT_MET if weights == OTHER else _verdict(found.low >= least, found.high < least)
         note = f"within the noise of {100 * floor:.0f} %" if verdict == MET and found.low < target else ""
@@ -89,7 +89,7 @@ def _ratio(comparison: Comparison, job: str, results: Results, before: list[Row]
         means = [sum(s.accuracy or 0.0 for s in side) / len(pairs) for side in zip(*pairs, strict=True)]
         accuracies = f"accuracy {means[0]:.3f} and {means[1]:.3f}"
     medians = tuple(estimate([s.seconds[job] for s in side]).value for side in zip(*pairs, strict=True))
-    group = f"{ENTRIES[one].title} / {ENTRIES[other].title}" + ", in the same processes" * bool(together)
+    group = f"{ENTRIES[one].title} / {ENTRIES[other].title}" + ", in the same processes" * bool(shared_entry)
     return Row(group, job, found, "×", medians, weights, target, verdict, note, accuracies, one, other)
 
 
@@ -115,22 +115,22 @@ def _weights(job: str, comparison: Comparison, results: Results) -> str:
     pair = {comparison.one, comparison.other} - WITHOUT_REDUCTION
     rounds = []
     for number in range(results.rounds):
-        own = _hashes(job, pair, results, number, comparison.together)
+        compared = _hashes(job, pair, results, number, comparison.shared_entry)
         # Contenders in the same processes run more steps than a raw script, so their weights differ from its weights.
-        raw = {} if pair & set(RAW) or comparison.together else _hashes(job, RAW, results, number)
-        rounds.append({**dict(list(raw.items())[:1]), **own})
-    side_by_side = len(pair) > 1 and comparison.together != ""
+        raw = {} if pair & set(RAW) or comparison.shared_entry else _hashes(job, RAW, results, number)
+        rounds.append({**dict(list(raw.items())[:1]), **compared})
+    side_by_side = len(pair) > 1 and comparison.shared_entry != ""
     if not any((side_by_side or found.keys() & set(RAW)) and pair <= found.keys() for found in rounds):
         return NONE
     return SAME if all(len(set(found.values())) <= 1 for found in rounds) else OTHER
 
 
-def _hashes(job: str, names: Collection[str], results: Results, number: int, together: str = "") -> dict[str, str]:
+def _hashes(job: str, names: Collection[str], results: Results, number: int, shared_entry: str = "") -> dict[str, str]:
     """Return the hashes of the contenders' final weights in one round.
 
     Do not compare hashes of different rounds, which may run different numbers of steps.
     """
-    columns = {name: results.column(name, together)[number : number + 1] for name in names}
+    columns = {name: results.column(name, shared_entry)[number : number + 1] for name in names}
     return {name: s.sha256[job] for name, column in columns.items() for s in column if s is not None and job in s.sha256}
 
 

@@ -93,7 +93,7 @@ def run_scale(layouts: Sequence[Layout], folder: Path, device: str, rounds: int 
     """Measure, write the results to ``folder`` and print them. Return the exit status: 1 if nothing could be measured.
 
     Without ``rounds``, layouts with more ranks get fewer rounds. After Ctrl-C or SIGTERM, the results so far are
-    written and printed.
+    written and printed before the exception is raised again.
 
     Raises:
         UserError: the results cannot be written; they are printed nevertheless.

@@ -38,7 +38,7 @@ OPEN_MPI = ["--allow-run-as-root", "-bind-to", "none", "-map-by", "slot", "-mca"
 
 
 class LaunchError(Exception):
-    """A contender did not run. The message is the reason in one line."""
+    """A contender could not be started, failed, or did not end in time. The message is the reason in one line."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def run_entry(entry: Entry, jobs: Sequence[str], spec: LaunchSpec, step_fraction
     """Run a contender and return the results of all its ranks, in any order. Blocks until its processes have ended.
 
     Raises:
-        LaunchError: a process failed, or the timeout expired.
+        LaunchError: a process failed, the timeout expired, or the launcher has mixed the lines of several ranks.
     """
     program = [sys.executable, "-m", "dualtrain.bench.worker", entry.module, ",".join(jobs)]
     program += [f"--device={spec.device}", f"--folder={spec.folder.resolve()}", f"--launched={time.time()}"]
@@ -168,7 +168,11 @@ def results_in(text: str) -> list[dict[str, Any]]:
 
 
 def _run_commands(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], spec: LaunchSpec) -> str:
-    """Run the commands at the same time until all have ended or one fails. Return their output."""
+    """Run the commands at the same time until all have ended or one fails. Return their output.
+
+    Raises:
+        LaunchError: a command cannot be started or failed, or the timeout expired.
+    """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
     common = {"OMP_NUM_THREADS": str(spec.threads), "PATH": path, "TOKENIZERS_PARALLELISM": "false"}
     # Let Python write bytecode for this package, so that a checkout starts as fast as an installed package.
@@ -222,7 +226,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def reason_in(text: str) -> str:
-    """Return the first line that looks like an error, or else the last line.
+    """Return the first line that looks like an error, or else the last line, or "" without lines; at most 300 characters.
 
     mpirun prints each of its messages between two lines of hyphens. Only the first line of such a message is considered.
     """

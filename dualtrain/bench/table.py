@@ -85,7 +85,7 @@ def _sweep(results: Results) -> Iterator[str]:
 
 
 def remarks(results: Results, rows: Sequence[Row], targets: bool) -> Iterator[str]:
-    """Yield the remarks below the table: method, missing contenders, failures and verdicts."""
+    """Yield the remarks below the table: method, missing contenders, failures, different weights and verdicts."""
     several = [row.found for row in rows if row.found.pairs > 1]  # one value has no interval
     levels = {found.pairs: f"{100 * found.level:.1f} % ({rounds_of(found.pairs)})" for found in several}
     if rows:
@@ -121,7 +121,7 @@ def _verdicts(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def answer(results: Results, rows: Sequence[Row]) -> str:
-    """Return the line that says whether to move from Horovod to torch, and how much faster torch is."""
+    """Return the line that says whether to move from Horovod to torch, and how much faster torch is, or why it is open."""
     question = "Should we move from Horovod to torch? "
     ours = max(("shm", "native"), key=results.count)  # the transport that ran in more rounds
     most = max(map(results.count, ("hvd-gloo", "hvd-mpi")))

@@ -57,7 +57,11 @@ class TimedSteps:
         return statistics.median(self._times)
 
     def finish(self) -> torch.nn.Module:
-        """Return the trained model, after the last step."""
+        """Return the trained model, after the last step.
+
+        Raises:
+            RuntimeError: the contender's loop has further steps.
+        """
         try:
             next(self._steps)
         except StopIteration as end:

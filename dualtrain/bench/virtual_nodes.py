@@ -51,7 +51,7 @@ class Node:
         os.chdir(folder)
 
     def call_on_network(self, make: Callable[[], Result]) -> Result:
-        """Call ``make`` in a thread on the node's network, and return its result.
+        """Call ``make`` in a thread on the node's network, and return its result, or raise its error.
 
         A socket stays on the network on which it was made. A thread that ``make`` starts is on the node's network too.
         """
@@ -107,7 +107,7 @@ def virtual_nodes(count: int, folder: Path) -> Iterator[list[Node]]:
 
 
 def _start_in_namespaces(stack: ExitStack, unshare: list[str], script: str, *arguments: str) -> int:
-    """Start a process in new namespaces, and return its id. The process ends when ``stack`` is closed."""
+    """Start a process in new namespaces, and return its id. It ends when ``stack`` is closed. Raises NodesError."""
     process = subprocess.Popen(
         [*unshare, "sh", "-c", script, *arguments],
         stdin=subprocess.PIPE,
@@ -135,7 +135,7 @@ def _connect(bridge_pid: int, node: Node, port: str) -> None:
 
 
 def _run(pid: int, *command: str) -> None:
-    """Run ``command`` on the network of the process ``pid``."""
+    """Run ``command`` on the network of the process ``pid``. Raises NodesError if it fails or takes too long."""
     line = ["nsenter", "--target", str(pid), "--net", *command]
     try:
         done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=_SECONDS)

@@ -29,7 +29,7 @@ MARK = "@dualtrain.bench "
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the jobs on this rank, and print their results."""
+    """Run the jobs on this rank, print their results, and end the process with status 0; with mpi4py, return instead."""
     parser = argparse.ArgumentParser()
     parser.add_argument("module")
     parser.add_argument("jobs", help="separated by commas")
@@ -73,11 +73,12 @@ def _start_contender(given: Any) -> Contender:
     return contender
 
 
-def _device(wanted: str) -> torch.device:
+def _device(kind: str) -> torch.device:
+    """Return this rank's device. Also set the number of threads and, on a GPU, torch's current device."""
     import torch
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))  # horovodrun does not set the number of threads
-    if wanted == "cpu" or not torch.cuda.is_available():
+    if kind == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", detect_world().local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)

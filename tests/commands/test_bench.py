@@ -437,7 +437,7 @@ def test_the_chart_has_one_reference_and_only_contenders_that_are_comparable_wit
         "dualtrain torch, shared memory": 3.0,
         "raw DDP tuned": 2.0,
     }
-    assert [mark.own for mark in marks.values()] == [True, False]
+    assert [mark.is_dualtrain for mark in marks.values()] == [True, False]
     assert "130.00 ms against 390.00 ms" in marks["dualtrain torch, shared memory"].tip
     assert chart_groups(results(shm=0.1)) == ("", {})
     wide, narrow = (Page(chart(reference, groups, width)) for width in (WIDE, NARROW))
@@ -504,8 +504,8 @@ def test_contenders_run_the_jobs_in_which_they_are_compared_and_every_contender_
     assert set(LENGTHS) == set(WORKLOADS)
     for comparison in COMPARISONS:
         names = (comparison.one, comparison.other)
-        entries = [ENTRIES[comparison.together or name] for name in names]
-        assert not comparison.together or set(names) <= set(entries[0].option.split(","))
+        entries = [ENTRIES[comparison.shared_entry or name] for name in names]
+        assert not comparison.shared_entry or set(names) <= set(entries[0].option.split(","))
         one, other = ({job.partition("/")[0] for job in jobs_of(entry, JOBS)} for entry in entries)
         needed = {_job_of(target) for target in comparison.targets} - {"*"}
         assert needed <= one & other, comparison
