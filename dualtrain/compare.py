@@ -55,7 +55,7 @@ def one_result(runs: Sequence[Run], unfinished: Sequence[str]) -> tuple[str, boo
     faults = list(unfinished)
     if number < 2:
         faults.append("there is no second run to compare")
-    names = _results(runs)
+    names = _compared_names(runs)
     for label, summary in runs[1:]:
         first, expected = runs[0]
         differing = [name for name in names if summary.get(name) != expected.get(name)]
@@ -65,7 +65,7 @@ def one_result(runs: Sequence[Run], unfinished: Sequence[str]) -> tuple[str, boo
     return "\n".join([*text_table(run_table(runs, ONE_RESULT)), "", last]), not faults
 
 
-def _results(runs: Sequence[Run]) -> list[str]:
+def _compared_names(runs: Sequence[Run]) -> list[str]:
     """Return the names of the values that are compared. A metric is compared if any run has it."""
     metrics = [name for _, summary in runs for name in summary if name.startswith(("train_", "val_"))]
     return list(dict.fromkeys(["weights_sha256", "steps", *metrics]))

@@ -162,12 +162,12 @@ def program(module: str) -> str:
     return f"{started_as or f'python -m {name}'}{space}{option}"
 
 
-def parser_of(module: str, about: str) -> Parser:
+def parser_of(module: str, docstring: str) -> Parser:
     """Make a parser for the command of ``module``.
 
-    The docstring ``about`` gives the description (its first paragraph, from the first colon on) and the epilog (the rest).
+    ``docstring`` gives the description (its first paragraph, after the command and the colon) and the epilog (the rest).
     """
-    first, _, more = about.partition("\n\n")
+    first, _, more = docstring.partition("\n\n")
     return Parser(program(module), first.partition("``: ")[2].capitalize(), more)
 
 
@@ -261,7 +261,7 @@ class _StderrHandler(logging.Handler):
 
 @contextmanager
 def logging_to_stderr() -> Iterator[None]:
-    """Inside the block, print the library's warnings on standard error, as ``dualtrain: warning: …``."""
+    """Inside the block, print dualtrain's warnings on standard error, as ``dualtrain: warning: …``."""
     handler, log = _StderrHandler(logging.WARNING), logging.getLogger("dualtrain")
     log.addHandler(handler)
     try:

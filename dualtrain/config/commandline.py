@@ -95,7 +95,7 @@ def _check_run(run: RunSection, model: ModelSection) -> None:
 
 
 def _check_restarts(run: RunSection) -> None:
-    """Refuse restarts of ranks that another program has started."""
+    """Raise UserError if --max-restarts is given without --nproc."""
     if run.max_restarts and run.nproc is None:
         raise UserError(
             "--max-restarts is for the ranks that --nproc starts: add --nproc, or give --max-restarts to torchrun"

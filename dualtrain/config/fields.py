@@ -24,7 +24,7 @@ def one_of(*choices: str) -> Bounds:
 
 
 def at_least(low: float) -> Bounds:
-    """Return bounds that accept this number or more."""
+    """Return bounds that accept this number or more, but not infinity."""
     return Bounds(f"{low:g} or more", lambda value: low <= value < math.inf)
 
 

@@ -46,6 +46,7 @@ def recipe_list() -> str:
 def run_name(recipe: str, dataset: str, model: str) -> str:
     """Return a run's name: its recipe if dataset and model are the recipe's, else its dataset and model.
 
+    Generic names (``_PLAIN``) are left out; if no name remains, the run's name is "own".
     A module that provides dataset and model appears once in the name: ``mine:data`` and ``mine:model`` give ``mine``.
     """
     values = load_recipe(recipe)
@@ -56,7 +57,10 @@ def run_name(recipe: str, dataset: str, model: str) -> str:
 
 
 def _parts(name: str) -> list[str]:
-    """Return what a dataset or model adds to a run's name: ``pkg.mod:small`` adds ``mod`` and ``small``."""
+    """Return what a dataset or model adds to a run's name: ``pkg.mod:small`` adds ``mod`` and ``small``.
+
+    Generic names add nothing.
+    """
     module, _, function = name.partition(":")
     return [part for part in (module.rpartition(".")[2], function) if part and part not in _PLAIN]
 

@@ -75,7 +75,7 @@ class RunFacts:
         resumed: whether the run resumes from a checkpoint.
         norms: whether the model has SyncBatchNorm layers. ``--sync-batchnorm`` converts trained BatchNorm layers.
         workers: whether worker processes can read the data.
-        folder: whether the user's own dataset function takes the folder of the data.
+        folder: whether the dataset may use the folder of the data; false only if it is a user's function without arguments.
     """
 
     steps: int

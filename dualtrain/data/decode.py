@@ -17,7 +17,8 @@ def read_image(path: str | Path) -> Any:
     """Read and decode an image file; return a PIL image.
 
     Raises:
-        UserError: the file cannot be read, is not an image in one of ``FORMATS``, or has more than 8 bits per value.
+        UserError: the file cannot be read, is not an image in one of ``FORMATS``, has too many pixels, or has more than 8
+            bits per value.
     """
     from PIL import Image, UnidentifiedImageError
 

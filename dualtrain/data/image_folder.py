@@ -14,8 +14,8 @@ from dualtrain.errors import UserError
 from dualtrain.models.weights import published
 
 SIZE = 224
-# Shorter side of the resized image, divided by the side of the crop. Applies to evaluation, and to training with crop-flip
-# or without augmentation.
+# Shorter side of the resized image, divided by the side of the crop, unless --resize is given. Applies to evaluation, and
+# to training with crop-flip or without augmentation.
 MARGIN = 256 / 224
 
 

@@ -65,12 +65,18 @@ class LoaderSource(Source):
         return (read(number) for number in numbers)
 
     def stream(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Tensors]:
-        """Yield the batches, which workers prefetch. The first stream starts the workers; later streams reuse them."""
+        """Yield the batches, which workers prefetch. The first stream starts the workers; later streams reuse them.
+
+        An error stops the workers, as :meth:`close` does. The next stream then starts new ones.
+
+        Raises:
+            UserError: the workers cannot be started, a worker failed, a wait was too long, or a sample cannot be read.
+        """
         requests = _Requests(batches)
         self._feed.batches = requests
         try:
             if self._loader is None or self._waits is None:
-                self._loader, self._process = self._start(device), os.getpid()
+                self._loader, self._process = self._make_loader(device), os.getpid()
                 self._waits = Waits(self._running, self.timeout if self._workers else 0.0)
             loader, waits = self._loader, self._waits
             read = waits.bound(lambda: iter(loader))
@@ -115,7 +121,8 @@ class LoaderSource(Source):
         """Return the worker processes, by torch's private API (see :meth:`close`)."""
         return list(getattr(getattr(self._loader, "_iterator", None), "_workers", ()))
 
-    def _start(self, device: torch.device) -> DataLoader[Any]:
+    def _make_loader(self, device: torch.device) -> DataLoader[Any]:
+        """Return the loader, whose first iterator starts the workers. Start the fork server for them."""
         options: dict[str, Any] = {}
         if self._workers:
             # Don't fork this process: the child would inherit its GPU context and its communicators' sockets.
@@ -188,7 +195,10 @@ def _as_read(batch: Tensors | UserError) -> Tensors | UserError:
 
 
 def _begin(worker: int) -> None:
-    """Ignore the job's signals in a worker: the trainer handles them, and needs batches until its step ends."""
+    """Make a worker exit with its parent, and ignore the job's signals.
+
+    The trainer handles the signals, and needs batches until its step ends.
+    """
     begin_worker()
 
 
@@ -215,11 +225,11 @@ def _start_copy(batch: Tensors, side: torch.cuda.Stream) -> tuple[Tensors, torch
         return (inputs, targets), side.record_event()
 
 
-def _after_copy(batch: Tensors, copied: torch.cuda.Event) -> Tensors:
+def _after_copy(batch: Tensors, copy_end: torch.cuda.Event) -> Tensors:
     """Return ``batch``. Make the current stream wait for the copy, and keep the memory until the stream's work is done."""
     for tensor in batch:
         current = torch.cuda.current_stream(tensor.device)
-        current.wait_event(copied)
+        current.wait_event(copy_end)
         tensor.record_stream(current)
     return batch
 

@@ -19,6 +19,9 @@ class Options(DataSection):
 
     Attributes:
         model: the model whose transforms ``augment="weights"`` uses.
+
+    Raises:
+        UserError: ``augment`` or ``normalize`` has no valid value.
     """
 
     model: str | None = None

@@ -51,7 +51,7 @@ class OwnSource(Source):
         return self._read(lambda: contents_of(self._source, numbers))
 
     def stream(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Tensors]:
-        """See the base class. Raises UserError if the source yields other batches than those that were requested."""
+        """See the base class. Raises UserError if the source fails, or yields other batches than the requested ones."""
         waiting: deque[Batch] = deque()
 
         def requests() -> Iterator[Batch]:

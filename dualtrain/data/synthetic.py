@@ -51,7 +51,11 @@ class SyntheticSource(Source):
 
 
 def load_synthetic(options: Options) -> Task:
-    """Make synthetic training and evaluation data with the shape, classes and number of samples in ``options``."""
+    """Make synthetic training and evaluation data with the shape, classes and number of samples in ``options``.
+
+    Raises:
+        UserError: the shape is invalid or too large.
+    """
     shape, classes = options.input_shape(SHAPE), options.classes or CLASSES
     train = SyntheticSource(options.samples, shape, classes, seed=0)
     val = SyntheticSource(max(1, options.samples // VAL_DIVISOR), shape, classes, seed=2)

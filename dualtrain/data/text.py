@@ -110,7 +110,11 @@ def _text(file: str | None) -> str:
 
 
 def _vocabulary(sequences: list[list[str]], size: int) -> dict[str, int]:
-    """Assign ids to the most frequent words, after the special tokens; equally frequent words in alphabetical order."""
+    """Assign ids to the most frequent words, after the special tokens; equally frequent words in alphabetical order.
+
+    Raises:
+        UserError: a vocabulary of ``size`` tokens has no room for words.
+    """
     room = size - len(SPECIAL)
     if room < 1:
         raise UserError(f"--vocabulary must be above {len(SPECIAL)} (the number of special tokens), not {size}")

@@ -31,7 +31,8 @@ _TOO_MANY_FILES = re.compile("too many open files|items of ancdata", re.I)
 class Waits:
     """Limit on each wait for data workers: after ``limit`` seconds, a thread kills the workers, and torch raises an error.
 
-    If no worker has started yet, the thread kills the fork server, which was to start them.
+    If no worker has started yet, the thread kills the fork server, which was to start them, but not before
+    ``START_SECONDS``.
 
     DataLoader's own ``timeout`` is not used, because it would delay the detection of a worker that something else has
     killed. There is no thread if ``limit`` is 0.
@@ -50,7 +51,10 @@ class Waits:
         self._stop.set()
 
     def bound(self, wait: Callable[[], T]) -> T:
-        """Return ``wait()``. Raises UserError if a worker failed, the wait was too long, or too many files are open."""
+        """Return ``wait()``. Raises UserError if a worker failed, the wait was too long, or too many files are open.
+
+        Any other error of ``wait`` is raised unchanged.
+        """
         self._since = time.monotonic()
         try:
             return wait()

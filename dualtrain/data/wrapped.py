@@ -167,7 +167,8 @@ def wrap(train: Any, val: Any, *, classes: int | None = None, workers: int = 0, 
     ``num_classes``.
 
     Raises:
-        UserError: the samples are of a different kind, or the number of classes is unknown.
+        UserError: the training dataset is empty or fails, its samples are of a different kind, or the number of classes is
+            unknown.
     """
     classes = classes or _classes(train, name)
     sample = _sample(train, name)

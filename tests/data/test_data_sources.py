@@ -508,7 +508,7 @@ def test_the_errors_of_workers_that_cannot_start_or_send_say_what_to_change(monk
     def fail(*_):
         raise OSError("AF_UNIX path too long")
 
-    monkeypatch.setattr(source, "_start", fail)
+    monkeypatch.setattr(source, "_make_loader", fail)
     with pytest.raises(
         UserError, match=r"workers cannot be started \(AF_UNIX path too long\): set TMPDIR to a shorter path"
     ):
