@@ -21,7 +21,10 @@ Steps: TypeAlias = "Generator[None, None, torch.nn.Module]"
 
 
 class Contender:
-    """A library under test: its rank and size, and its training loop."""
+    """A library under test: its rank and size, and its training loop.
+
+    A subclass implements only the methods that its jobs in the plan need. The others raise NotImplementedError.
+    """
 
     rank: int
     size: int
@@ -77,7 +80,7 @@ class Contender:
         raise NotImplementedError
 
     def trainer(self, steps: int) -> dict[str, float]:
-        """Return the seconds per step of the workload ``empty``, a model of 2 weights.
+        """Return the median seconds per step, of ``steps`` steps, on the workload ``empty``, a model of 2 weights.
 
         The keys of the result are "by hand" (for a plain loop) and "trainer" (for the library's trainer).
         """
