@@ -300,7 +300,10 @@ class TorchBackend(Backend):
         return cores_of_host(self.exchange, [0] * self.size, self.rank)
 
     def _set_longest(self, *, few_cores: bool) -> None:
-        """Set ``_most``, the largest number of bytes of data that is sent in the messages that compare a call."""
+        """Set ``_most``, the largest number of bytes of data that is sent in the messages that compare a call.
+
+        Groups of this backend's ranks get the same ``few_cores``.
+        """
         self._few_cores = few_cores
         self._most = longest(self.size, one_host=self._one_host, few_cores=few_cores)
 
