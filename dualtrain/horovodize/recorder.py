@@ -92,7 +92,7 @@ class Recorder:
         # The tensors that the script has passed to broadcast_parameters, keyed by name and then by address.
         self._sent: dict[str, dict[int, Any]] = {}
         self._resumed = 0.0  # the time from which the next step is timed; 0 before the first step or join()
-        self._described = False  # whether rank, size and versions are written
+        self._world_written = False  # whether rank, size and versions are written
 
     def patch(self, library: Any) -> None:
         """Replace ``DistributedOptimizer``, ``join`` and ``broadcast_parameters`` of ``library`` by recording wrappers."""
@@ -130,12 +130,12 @@ class Recorder:
 
         @functools.wraps(broadcast)
         def broadcast_parameters(params: Any, *args: Any, **kwargs: Any) -> Any:
-            self._note_sent(params)
+            self._keep_sent(params)
             return broadcast(params, *args, **kwargs)
 
         library.broadcast_parameters = broadcast_parameters
 
-    def _note_sent(self, params: Any) -> None:
+    def _keep_sent(self, params: Any) -> None:
         """Keep the tensors that the script broadcasts: they are the model, with its buffers."""
         import torch
 
@@ -147,11 +147,12 @@ class Recorder:
                 if len(same) > KEPT:
                     del same[next(iter(same))]
 
-    def _observe(self, optimizer: Any, named: Any) -> None:
+    def _observe(self, optimizer: Any, named_parameters: Any) -> None:
+        """Replace the optimizer's ``step`` by one that records."""
         number = len(self.counts)
         self.counts.append(0)
         self._names.append([])
-        names = {id(pair[1]): pair[0] for pair in named if isinstance(pair, tuple)}
+        names = {id(pair[1]): pair[0] for pair in named_parameters if isinstance(pair, tuple)}
         cls = type(optimizer)  # both libraries create a new class for each optimizer, so the patch affects only this one
         original = cls.step
 
@@ -169,10 +170,10 @@ class Recorder:
 
     def _begin(self, number: int, optimizer: Any, names: dict[int, str]) -> None:
         """Write the optimizer and its initial weights; before the first recorded step, also rank, size and versions."""
-        if not self._described:
+        if not self._world_written:
             import torch
 
-            self._described = True
+            self._world_written = True
             facts = {"rank": self.library.rank(), "size": self.library.size(), "torch": torch.__version__}
             facts["threads"] = torch.get_num_threads()
             facts["device"] = torch.cuda.get_device_name() if torch.cuda.is_initialized() else ""
@@ -192,6 +193,7 @@ class Recorder:
         self.record.write("optimizer", optimizer=number, type=type(optimizer).__name__, tensors=tensors)
 
     def _end_step(self, number: int, optimizer: Any, names: dict[int, str]) -> None:
+        """Write the step. If it was the last one, end this process."""
         _wait_for_gpu()
         seconds = time.perf_counter() - self._resumed
         params = self._latest[number] = _params(optimizer)
@@ -248,7 +250,7 @@ class Recorder:
         self.record.write("state", tensors=tensors)
 
     def end(self, reason: str, status: int, **more: Any) -> None:
-        """Write the last lines: how the script ended, the memory that it used and, unless it failed, the weights."""
+        """Write the last lines: the script's end, its peak memory and, unless it failed or took no step, the weights."""
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         torch = sys.modules.get("torch")
         gpu = torch.cuda.max_memory_allocated() if torch is not None and torch.cuda.is_initialized() else 0
@@ -278,8 +280,8 @@ class Recorder:
     def _meet(self) -> None:
         """Wait until all ranks have reached this point: if this rank exits earlier, the last step of others may fail.
 
-        A rank that waits in join() adds zero to the sum. It waits until this rank joins too, and then calls
-        ``_is_end_of_any_rank``.
+        Wait for at most ``END_SECONDS``; if another rank has ended, don't wait. A rank that waits in join() adds zero to
+        the sum. It waits until this rank joins too, and then calls ``_is_end_of_any_rank``.
         """
         import torch
 
@@ -411,7 +413,7 @@ def _rank() -> int:
 
 
 def _seed(seed: int) -> None:
-    """Seed all random generators with ``seed``, which differs between ranks."""
+    """Seed random, numpy (if installed) and torch with ``seed``, which differs between ranks."""
     random.seed(seed)
     try:
         import numpy
@@ -433,15 +435,16 @@ def _processor() -> str:
     return found[0] if found else platform.machine()
 
 
-def _hash_of(given: Any) -> str:
+def _hash_of(args: Any) -> str:
     """Return the hash of the script's file; an empty string for a module."""
-    if given.module:
+    if args.module:
         return ""
-    with open(given.script, "rb") as file:
+    with open(args.script, "rb") as file:
         return hashlib.sha256(file.read()).hexdigest()
 
 
 def _parse(arguments: list[str]) -> Any:
+    """Return the parser and the parsed arguments. Exit with status 2 if they are invalid."""
     usage = __doc__ and __doc__.split("\n\n")[1][7:]  # python -OO removes docstrings
     parser = argparse.ArgumentParser(prog="record.py", usage=usage, allow_abbrev=False)
     parser.add_argument("--record", required=True)
@@ -450,44 +453,47 @@ def _parse(arguments: list[str]) -> Any:
     parser.add_argument("-m", dest="module", action="store_true")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER).required = False  # as in newer Pythons
-    given = parser.parse_args(arguments)
-    if given.steps < 1:
-        parser.error(f"--steps {given.steps} is below 1")
-    if not given.module and not os.path.isfile(given.script):
-        parser.error(f"there is no script {given.script!r}: check its path")
-    return parser, given
+    args = parser.parse_args(arguments)
+    if args.steps < 1:
+        parser.error(f"--steps {args.steps} is below 1")
+    if not args.module and not os.path.isfile(args.script):
+        parser.error(f"there is no script {args.script!r}: check its path")
+    return parser, args
 
 
-def _run(given: Any) -> None:
+def _run(args: Any) -> None:
     """Run the script as python would."""
-    sys.argv[:] = [given.script, *given.arguments]
-    if given.module:
+    sys.argv[:] = [args.script, *args.arguments]
+    if args.module:
         sys.path[0] = os.getcwd()
-        runpy.run_module(given.script, run_name="__main__", alter_sys=True)
+        runpy.run_module(args.script, run_name="__main__", alter_sys=True)
     else:
-        sys.path[0] = os.path.dirname(os.path.realpath(given.script))
-        runpy.run_path(given.script, run_name="__main__")
+        sys.path[0] = os.path.dirname(os.path.realpath(args.script))
+        runpy.run_path(args.script, run_name="__main__")
 
 
 def main(arguments: list[str]) -> None:
-    """Run and record the script of the command line. Exit with the script's status, or with 0 after the last step."""
-    parser, given = _parse(arguments)
+    """Run and record the script of the command line. Raise what it raises, also SystemExit.
+
+    After the last step, exit with status 0 instead. Exit with status 2 if an argument is invalid.
+    """
+    parser, args = _parse(arguments)
     try:
-        record = Record(given.record, _rank())
+        record = Record(args.record, _rank())
     except FileExistsError:
-        parser.error(f"{given.record!r} contains the record of an earlier run: name a new folder")
+        parser.error(f"{args.record!r} contains the record of an earlier run: name a new folder")
     except OSError as error:
-        parser.error(f"cannot write to {given.record!r} ({error.strerror}): name another folder")
+        parser.error(f"cannot write to {args.record!r} ({error.strerror}): name another folder")
     python = platform.python_version()
-    facts: dict[str, Any] = {"steps": given.steps, "seed": given.seed, "python": python, "time": time.time()}
-    facts.update(processor=_processor(), sha256=_hash_of(given))
-    record.write("start", format=FORMAT, script=given.script, arguments=given.arguments, **facts)
-    recorder = Recorder(record, given.steps)
+    facts: dict[str, Any] = {"steps": args.steps, "seed": args.seed, "python": python, "time": time.time()}
+    facts.update(processor=_processor(), sha256=_hash_of(args))
+    record.write("start", format=FORMAT, script=args.script, arguments=args.arguments, **facts)
+    recorder = Recorder(record, args.steps)
     sys.meta_path.insert(0, _Finder(recorder))
-    if given.seed is not None:
-        _seed(given.seed + _rank())
+    if args.seed is not None:
+        _seed(args.seed + _rank())
     try:
-        _run(given)
+        _run(args)
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
         recorder.end("exit", status, error="" if isinstance(end.code, int) else str(end.code or ""))

@@ -16,7 +16,7 @@ class Difference:
 
     Attributes:
         step: the step after which the weights differ; 0 is before the first step.
-        optimizer: the optimizer's index.
+        optimizer: the optimizer's index; 0 if ``at_end`` is set.
         rank: the first rank on which the weights differ.
         names: the tensors that differ.
         relative: the largest difference of these tensors, relative to their norms, after step ``measured``.
@@ -41,7 +41,8 @@ class Difference:
 def first_difference(one: RunRecord, other: RunRecord) -> Difference | None:
     """Return the first difference of the weights of two runs of equal size; ``None`` if all compared bits are equal.
 
-    Only steps that both runs have taken are compared, and the final tensors only if both runs have ended at the same point.
+    Only steps that both runs have taken are compared. If these agree, the final tensors are compared, but only if both runs
+    have ended at the same point with the same set of tensors.
 
     The steps of several optimizers are compared in the order in which ``one`` took them.
     """
@@ -55,7 +56,7 @@ def first_difference(one: RunRecord, other: RunRecord) -> Difference | None:
 
 
 def _at_the_end(one: RunRecord, other: RunRecord) -> Difference | None:
-    """Return the difference of the tensors after the last step, if both runs have ended at the same point."""
+    """Return the difference of the final tensors; ``None`` if they are equal, or cannot be compared on any rank."""
     for rank, (a, b) in enumerate(zip(one.ranks, other.ranks, strict=True)):
         if not _same_end(a, b):
             continue
@@ -80,10 +81,11 @@ def _ended_alike(one: RankRecord, other: RankRecord) -> bool:
 
 
 def different_tensors(one: RunRecord, other: RunRecord) -> tuple[int, str, str] | None:
-    """Return a rank on which the runs end with different sets of tensors, and two names; ``None`` if no rank does.
+    """Return the first rank on which the runs end with different sets of tensors, and two names; ``None`` if there is none.
 
     The first name is that of a tensor that only ``one`` has, the second that of a tensor that only ``other`` has; "" if
-    there is no such tensor. If the sets differ, the values of their tensors are not compared.
+    there is no such tensor. If the sets differ, the values of the final tensors are not compared. Ranks on which the runs
+    ended at different points are left out.
     """
     for rank, (a, b) in enumerate(zip(one.ranks, other.ranks, strict=True)):
         if _ended_alike(a, b) and not _same_end(a, b):
@@ -133,7 +135,7 @@ def _equal(one: object, other: object) -> bool:
 
 
 def unequal_options(one: RunRecord, other: RunRecord) -> tuple[tuple[str, object, object], ...]:
-    """Find the first step after which options of an optimizer differ, and return these options.
+    """Return the options in which an optimizer differs between the runs, after the first summarized step with a difference.
 
     Each option is a tuple (name, value in ``one``, value in ``other``). The result is empty if no option differs.
     Numbers may differ by a millionth, because versions of torch compute a schedule's learning rates differently.
@@ -156,7 +158,10 @@ def _close(one: object, other: object) -> bool:
 
 
 def relative_difference(one: Summary, other: Summary) -> float:
-    """Return the difference of two tensors relative to their norms, estimated from norms and sampled values."""
+    """Return the difference of two tensors relative to their norms, estimated from norms and sampled values.
+
+    The result is infinite if a norm is not finite.
+    """
     if not (math.isfinite(one.norm) and math.isfinite(other.norm)):
         return math.inf
     scale = max(_norm(one.values), _norm(other.values))
@@ -169,10 +174,15 @@ def relative_difference(one: Summary, other: Summary) -> float:
 def distance(one: RunRecord, other: RunRecord, limit: int | None = None) -> tuple[float, int]:
     """Return (distance of all weights relative to their norm, step after which it was computed).
 
-    The step is the last one, up to ``limit``, that both runs summarized. If both runs ended at the same point, at step
-    ``limit`` or earlier, the tensors at the end of the runs are compared instead, including buffers. The distance is
-    estimated from sampled values and norms; of all ranks' distances, the largest is returned. It is infinite if weights
-    that differ are not finite.
+    For each rank, the compared tensors are:
+
+    - if both runs ended at the same point with the same set of tensors, at step ``limit`` or earlier: the tensors at the
+      end of the runs. Weights, buffers and integers have separate distances, of which the largest counts.
+    - otherwise: the weights of each optimizer after the last step, up to ``limit``, that both runs summarized. If these
+      steps differ between optimizers, the largest is returned.
+
+    The distance is estimated from sampled values and norms; of all ranks' distances, the largest is returned. It is
+    infinite if tensors that differ are not finite.
     """
     found = []
     for a, b in zip(one.ranks, other.ranks, strict=True):
@@ -201,7 +211,10 @@ def common_step(runs: Sequence[RunRecord]) -> int:
 
 
 def moved(run: RunRecord) -> float:
-    """Return the distance from the initial to the last weights, relative to their norm: the smallest of all ranks."""
+    """Return the distance from the initial to the last summarized weights, relative to their norm.
+
+    Of all ranks' distances, the smallest is returned.
+    """
     found = []
     for rank in run.ranks:
         tensors: list[tuple[int, Summary, Summary]] = []
@@ -218,13 +231,16 @@ def _relative(tensors: Iterable[tuple[int, Summary, Summary]]) -> float:
     apart = total = 0.0
     for numel, one, other in tensors:
         if one.sha256 != other.sha256 or math.isfinite(one.norm):  # else both have the same NaN or infinite values
-            apart += _apart(numel, one, other) ** 2
+            apart += _norm_of_difference(numel, one, other) ** 2
             total += max(one.norm, other.norm) ** 2
     return math.sqrt(apart / total) if 0 < apart < math.inf else apart
 
 
-def _apart(numel: int, one: Summary, other: Summary) -> float:
-    """Estimate the norm of the difference of two tensors from samples. It is at least the difference of their norms."""
+def _norm_of_difference(numel: int, one: Summary, other: Summary) -> float:
+    """Estimate the norm of the difference of two tensors from samples. It is at least the difference of their norms.
+
+    The result is infinite if a norm is not finite.
+    """
     if not (math.isfinite(one.norm) and math.isfinite(other.norm)):
         return math.inf
     by_values = _norm([a - b for a, b in zip(one.values, other.values, strict=False)])

@@ -18,8 +18,8 @@ class Evidence:
         horovod: the records of the runs on Horovod, or the record given by --against. The first one has all steps.
         dualtrain: the records of the runs with dualtrain, without Horovod's defects; the first one is the longest.
         compat: the record of the full run in which dualtrain reproduced Horovod's defects; ``None`` if this run failed or
-            reproduced no defect. Also ``None`` if dualtrain's full run without the defects had the same weights as the run
-            on Horovod.
+            reproduced no defect. Also ``None`` if dualtrain's full run without the defects had the same weights and
+            the same end as the run on Horovod.
         recorded: whether Horovod's record was given by --against.
         failure: the script's error, if it failed with dualtrain but not on Horovod; else empty.
     """
@@ -37,8 +37,8 @@ class Evidence:
         return plain if self.compat is None or plain.planned >= self.horovod[0].planned else self.compat
 
     @property
-    def spread(self) -> Difference | None:
-        """The first difference between two runs on Horovod, or else between two runs with dualtrain."""
+    def difference_of_repeats(self) -> Difference | None:
+        """The first difference between two runs on Horovod, or else between two runs with dualtrain; may be ``None``."""
         for runs in (self.horovod, self.dualtrain):
             for one, other in combinations(runs, 2):
                 difference = first_difference(one, other)

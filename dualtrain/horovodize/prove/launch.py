@@ -66,7 +66,7 @@ class Job:
         program: the script and its arguments, as on the recorder's command line (``-m`` before a module).
         nproc: the number of ranks.
         steps: the number of optimizer steps.
-        seed: seed of all random generators; ``None`` does not seed them.
+        seed: rank r seeds torch, numpy and random with ``seed`` + r; ``None`` does not seed them.
         timeout: seconds without a step after which a run is ended.
         space: the folders of the runs, and the mark of their processes.
     """
@@ -88,7 +88,7 @@ class Job:
 
         Raises:
             UserError: the record cannot be read, or lacks a rank.
-            RunError: the script failed, hung, or ended before its first step.
+            RunError: no rank started; or the script failed, hung, was killed, or ended without a step on some rank.
         """
         folder = self.space.folder / name
         options = ["--record", str(folder), "--steps", str(self.steps)]
@@ -101,7 +101,7 @@ class Job:
         log = folder / "output.txt"
         status, hung = _run(command, env, folder, log, self.timeout)
         if not list(folder.glob("rank-*.jsonl")):
-            raise RunError(f"{_did_not_start(side, status, hung, self.timeout)}{_error_line(log)}")
+            raise RunError(f"{_start_failure(side, status, hung, self.timeout)}{_error_line(log)}")
         run = read_record(folder, launched)
         _check(run, side, status, self.timeout if hung else None, log)
         return run
@@ -165,7 +165,8 @@ def environment(nproc: int, side: Side, compat: bool, space: Workspace) -> dict[
 def _run(command: Sequence[str], env: Mapping[str, str], folder: Path, log: Path, timeout: float) -> tuple[int, bool]:
     """Run ``command``. Return its exit status, and whether it was ended because no rank took a step for ``timeout`` s.
 
-    End it after ``_FAILED_SECONDS`` without a step if the script has failed on a rank.
+    If the script has failed on a rank, end the command after only ``_FAILED_SECONDS`` without a step. The status is 1 if
+    this function ended the command. Before it returns or raises, it ends all processes of the run.
     """
     parent = os.getpid()
     with log.open("wb") as output:
@@ -223,7 +224,10 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
 
 
 def _check(run: RunRecord, side: Side, status: int, timeout: float | None, log: Path) -> None:
-    """Raise RunError unless the script ended normally, with at least one step."""
+    """Raise RunError unless the script ended normally, with at least one step on every rank.
+
+    ``timeout`` is ``None`` unless the run was ended because it took no step for so long.
+    """
     ends = [(number, rank, rank.end) for number, rank in enumerate(run.ranks) if rank.end is not None]
     failed = [each for each in ends if each[2].reason == "error" or each[2].status]
     gone = [number for number, rank in enumerate(run.ranks) if rank.end is None]
@@ -258,7 +262,7 @@ def _when(rank: RankRecord) -> str:
     return f"after step {rank.steps}" if rank.steps else "before the first step"
 
 
-def _did_not_start(side: Side, status: int, hung: bool, timeout: float) -> str:
+def _start_failure(side: Side, status: int, hung: bool, timeout: float) -> str:
     if hung:
         return f"{side}: no rank started within {timeout:g} s: check the launcher, or give a larger --timeout"
     return f"{side}: the launcher ended with status {status} before any rank started"
@@ -267,7 +271,7 @@ def _did_not_start(side: Side, status: int, hung: bool, timeout: float) -> str:
 def _error_line(log: Path) -> str:
     """Return ": " and the first line of the output with an error, or else the last line with a letter or digit.
 
-    Errors of ranks whose peer has failed are left out.
+    Errors of ranks whose peer has failed are left out. Return "" if no line remains.
     """
     lines = [_OF_LAUNCHER.sub("", line).strip() for line in log.read_text(errors="replace").splitlines()]
     lines = [line for line in lines if not _OF_PEERS.search(line)]

@@ -32,9 +32,9 @@ def _machine(evidence: Evidence) -> list[tuple[str, str]]:
     runs = [run for run in (*evidence.horovod, *evidence.dualtrain, evidence.compat) if run and run not in recorded]
     found = [(f"record of {run.library}", f"{_date(run)}: {_platform(run)}") for run in recorded]
     if runs:
-        began, ended = (_date(pick(runs, key=lambda run: run.launched)) for pick in (min, max))
+        first, last = (_date(pick(runs, key=lambda run: run.launched)) for pick in (min, max))
         found += [
-            ("measured", began if began == ended else f"{began} to {ended}"),
+            ("measured", first if first == last else f"{first} to {last}"),
             ("processor", _platform(runs[0])),
             ("cores", f"{usable_cores()} usable here"),
             ("load", "{:.2f}, {:.2f} and {:.2f} at the end (averages over 1, 5 and 15 minutes)".format(*os.getloadavg())),

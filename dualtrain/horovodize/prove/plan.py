@@ -26,18 +26,21 @@ def steps_left(steps: int, spent: int) -> int:
 
 
 def marks(run: RunRecord) -> list[int]:
-    """Return the steps after which a run of full length summarizes its weights, without step 0 (the start)."""
+    """Return the steps after which ``run`` summarized its weights, and its last step, but not step 0 (the start)."""
     return sorted({mark for mark in recorder.marks(run.planned) if 0 < mark < run.steps} | {run.steps})
 
 
 def speed_rounds(steps: int, rounds: int, left: int, sides: int) -> list[int]:
-    """Return the number of steps of each round after the first one; these rounds only measure the speed."""
+    """Return the number of steps of each round after the first one; these rounds only measure the speed.
+
+    If ``left`` is too small for ``SHORTEST`` steps in each round, there are fewer rounds.
+    """
     if rounds == 1:
         return []
     share = left // (sides * (min(rounds, PLANNED_ROUNDS) - 1))
-    found = min(steps, max(SHORTEST, steps // SPEED_PART), share)
-    if found >= min(steps, SHORTEST):
-        return [found] * (rounds - 1)
+    length = min(steps, max(SHORTEST, steps // SPEED_PART), share)
+    if length >= min(steps, SHORTEST):
+        return [length] * (rounds - 1)
     return [SHORTEST] * min(rounds - 1, max(left, 0) // (sides * SHORTEST))
 
 
@@ -46,36 +49,42 @@ def speed_reserve(steps: int, rounds: int, sides: int) -> int:
     return sides * (min(rounds, PLANNED_ROUNDS) - 1) * max(SHORTEST, steps // SPEED_PART)
 
 
-def repeated_steps(at: list[int], needed: int, left: int) -> int:
+def repeated_steps(summary_steps: list[int], needed: int, left: int) -> int:
     """Return the number of steps of a second run on a side.
 
-    The run ends at the last of the steps ``at`` that ``left`` allows, but takes at least ``needed`` steps.
+    The run ends at the last of the ``summary_steps`` that ``left`` allows. But it takes at least ``needed`` steps, or as
+    many as the first run if these are fewer.
 
     Args:
-        at: the steps after which the first run has summarized its weights.
+        summary_steps: the result of :func:`marks` for the first run.
         needed: the number of steps that the run needs to reach the first difference.
         left: the number of steps that are left for this run.
     """
-    return min(max(needed, _last(at, left)), at[-1])
+    return min(max(needed, _last(summary_steps, left)), summary_steps[-1])
 
 
-def repeat_reserve(at: list[int], left: int) -> int:
+def repeat_reserve(summary_steps: list[int], left: int) -> int:
     """Return how many of the ``left`` steps :func:`plain_steps` should leave for a second run on each side."""
-    return repeated_steps(at, 0, min(left - 2 * SHORTEST, 3 * at[-1] // 4)) + SHORTEST
+    return repeated_steps(summary_steps, 0, min(left - 2 * SHORTEST, 3 * summary_steps[-1] // 4)) + SHORTEST
 
 
-def plain_steps(at: list[int], first_defect: int, left: int) -> int:
+def plain_steps(summary_steps: list[int], first_defect: int, left: int) -> int:
     """Return the number of steps of the run without Horovod's defects.
 
-    This run shows how far the defects change the weights. It ends at one of the steps ``at``, if possible after
-    ``first_defect``, which is the step after which a reproduced defect was first found.
+    This run shows how far the defects change the weights. It ends at the last of the ``summary_steps`` that ``left``
+    allows. But if possible, it takes at least ``SHORTEST`` steps, and more than ``first_defect``, the step after which a
+    reproduced defect was first found.
     """
-    after_defect = next((mark for mark in at if mark > first_defect), at[-1])
-    return max(after_defect, _last(at, left), next((mark for mark in at if mark >= SHORTEST), at[-1]))
+    after_defect = next((mark for mark in summary_steps if mark > first_defect), summary_steps[-1])
+    return max(
+        after_defect,
+        _last(summary_steps, left),
+        next((mark for mark in summary_steps if mark >= SHORTEST), summary_steps[-1]),
+    )
 
 
-def _last(at: list[int], left: int) -> int:
-    return max((mark for mark in at if mark <= left), default=at[0])
+def _last(summary_steps: list[int], left: int) -> int:
+    return max((mark for mark in summary_steps if mark <= left), default=summary_steps[0])
 
 
 def steps_to_reach(difference: Difference, run: RunRecord) -> int:

@@ -19,10 +19,13 @@ T = TypeVar("T")
 
 
 def read_record(folder: Path, launched: float | None = None) -> RunRecord:
-    """Read the record in ``folder``. ``launched`` is the start of the run; by default, the start of rank 0.
+    """Read the record in ``folder``.
+
+    ``launched`` is the time at which the launcher was started, in seconds since 1970; by default, the start of rank 0.
 
     Raises:
-        UserError: there is no record, a rank's file is missing, or a file is not a record.
+        UserError: there is no record, it cannot be read, it mixes several runs, a rank's file is missing, or a file is
+            empty or not a record.
     """
     shown = repr(str(folder))
     try:
@@ -45,8 +48,8 @@ def read_record(folder: Path, launched: float | None = None) -> RunRecord:
         raise UserError(
             f"{shown} lacks the record of rank {missing[0]}: copy rank-{missing[0]}.jsonl from that rank's host into it"
         )
-    first = ranks[0].start["time"] if launched is None else launched
-    return RunRecord([ranks[rank] for rank in range(size)], first)
+    start = ranks[0].start["time"] if launched is None else launched
+    return RunRecord([ranks[rank] for rank in range(size)], start)
 
 
 def failure_at_end(path: Path) -> str:
@@ -58,6 +61,7 @@ def failure_at_end(path: Path) -> str:
 
 
 def _checked(path: Path, read: Callable[[], T]) -> T:
+    """Return ``read()``, which reads ``path``; raise UserError if it fails."""
     try:
         return read()
     except OSError as error:
@@ -78,6 +82,7 @@ def _complete_lines(path: Path) -> list[str]:
 
 
 def _read_rank(path: Path) -> RankRecord:
+    """Read a rank's file. Raise UserError if it has no complete line, or another format."""
     lines = _lines(path)
     start = next(lines, None)
     if start is None:

@@ -44,7 +44,7 @@ class OptimizerRecord:
     """One optimizer on one rank.
 
     Attributes:
-        type: the name of its class.
+        type: the name of its class; empty if it took no step.
         names: names of the parameters, in the order of the parameter groups.
         numels: number of elements of each parameter.
         sums: for each step, a checksum of each parameter after the step.
@@ -102,8 +102,8 @@ class RankRecord:
         optimizers: the optimizers, in order of creation.
         seconds: for each step of any optimizer: the optimizer's index, and the step's duration.
         first_step: the time at which the first step ended, in seconds since 1970; ``None`` if there was none.
-        state: the weights at the end, and the other tensors that the script has broadcast; empty after an error, without
-            steps, and in older records.
+        state: the weights at the end, and the other tensors that the script has broadcast; empty after an error or a kill,
+            without steps, and in older records.
         end: the end of the script; ``None`` if the process was killed or called ``os._exit``.
     """
 
@@ -127,7 +127,8 @@ class RunRecord:
 
     Attributes:
         ranks: in rank order.
-        launched: the time at which the launcher was started, in seconds since 1970.
+        launched: the time at which the launcher was started, in seconds since 1970; for --against's record, the time at
+            which rank 0 started the script.
     """
 
     ranks: list[RankRecord]
@@ -157,12 +158,15 @@ class RunRecord:
 
     @property
     def library(self) -> str:
-        """Name and version of the library: "horovod 0.28.1"."""
+        """Name and version of the library: "horovod 0.28.1"; empty before the first step."""
         return str(self.ranks[0].world.get("library", ""))
 
     @property
     def steps_per_second(self) -> float | None:
-        """Steps per second of the optimizer that takes the first step after the warm-up; ``None`` if there is none."""
+        """Steps per second on rank 0, of the optimizer that takes the first step after the warm-up.
+
+        ``None`` if no step was taken after the warm-up.
+        """
         return self.speed_of_first(len(self.ranks[0].seconds))
 
     def speed_of_first(self, count: int) -> float | None:
@@ -175,7 +179,7 @@ class RunRecord:
 
     @property
     def start_up(self) -> float | None:
-        """Seconds from the start of the launcher to the end of the first step."""
+        """Seconds from ``launched`` to the end of rank 0's first step; ``None`` if there was no step."""
         ended = self.ranks[0].first_step
         return None if ended is None else ended - self.launched
 

@@ -23,11 +23,11 @@ def table(evidence: Evidence) -> list[list[str]]:
         sides.append(("with Horovod's defects", [evidence.compat]))
     for name, runs in sides:
         if runs:
-            rows.append([name, *_cells(runs, timed=not (evidence.recorded and name == "Horovod"))])
+            rows.append([name, *_cells(runs, with_start_up=not (evidence.recorded and name == "Horovod"))])
     return rows
 
 
-def _cells(runs: Sequence[RunRecord], timed: bool) -> list[str]:
+def _cells(runs: Sequence[RunRecord], with_start_up: bool) -> list[str]:
     first = runs[0]
     memory = size_in_words(max(run.memory for run in runs))
     gpu = max(run.gpu_memory for run in runs)
@@ -36,7 +36,7 @@ def _cells(runs: Sequence[RunRecord], timed: bool) -> list[str]:
         str(first.size),
         str(first.steps),
         _interval(median_of(runs, lambda run: run.steps_per_second)),
-        _interval(median_of(runs, lambda run: run.start_up), " s") if timed else "–",
+        _interval(median_of(runs, lambda run: run.start_up), " s") if with_start_up else "–",
         memory + (f", GPU {size_in_words(gpu)}" if gpu else ""),
         weights_hash(first)[:16],
     ]
@@ -50,7 +50,7 @@ def _interval(found: tuple[float, float, float] | None, unit: str = "") -> str:
 
 
 def weights_hash(run: RunRecord) -> str:
-    """Return a hash of the last weights of all optimizers on rank 0, made from their tensors' hashes."""
+    """Return a hash of the last summarized weights of all optimizers on rank 0, made from their tensors' hashes."""
     digest = hashlib.sha256()
     for optimizer in run.ranks[0].optimizers:
         if optimizer.weights:

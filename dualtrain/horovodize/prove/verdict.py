@@ -41,7 +41,8 @@ class Verdict:
         line: the verdict in one line.
         status: the exit status: 0 if the script gives the same result, else 1.
         details: more lines: causes, defects and their lines in the script, the distance between the weights.
-        difference: the first difference, or ``None``.
+        difference: the first difference between the sides, or between two runs of one side if the script is not repeatable;
+            ``None`` if there is none, or if the script fails or ends differently with dualtrain.
     """
 
     line: str
@@ -66,7 +67,7 @@ def verdict_of(evidence: Evidence, causes: Sequence[str]) -> Verdict:
 
 
 def _not_compared(evidence: Evidence) -> list[str]:
-    """Return a note if the sides ended with different sets of tensors, so that the values were not compared."""
+    """Return a note if the sides ended with different sets of tensors: the values of these were not compared."""
     found = different_tensors(evidence.horovod[0], evidence.full)
     if found is None:
         return []
@@ -94,15 +95,15 @@ def _verdict(evidence: Evidence, causes: Sequence[str]) -> Verdict:
         return Verdict(f"ends differently: {other_end}", 1, list(causes))
     difference = first_difference(horovod, dualtrain)
     steps = f"{horovod.steps} steps{_all_steps_note(horovod)}"
-    if evidence.spread is not None:
-        return _by_spread(evidence, evidence.spread)
+    if evidence.difference_of_repeats is not None:
+        return _by_spread(evidence, evidence.difference_of_repeats)
     if difference is None:
         return Verdict(f"same bits for {steps}{speed(evidence)}", 0)
     if evidence.other_platform:
         compat = _compat_with_equal_options(evidence)
         options = unequal_options(horovod, dualtrain)
         if compat is not None or not options:
-            return _by_tolerance(evidence, difference, compat, required=bool(options))
+            return _by_tolerance(evidence, difference, compat, compat_required=bool(options))
         difference = replace(difference, options=options)
     if evidence.compat is not None and agrees(evidence):
         return _by_defects(evidence, difference, steps)
@@ -115,13 +116,17 @@ def _all_steps_note(run: RunRecord) -> str:
 
 
 def speed(evidence: Evidence) -> str:
-    """Return a text such as ", 1.40× Horovod's speed"; an empty string if the sides were not measured on one machine."""
+    """Return a text such as ", 1.40× Horovod's speed"; an empty string if there are no :func:`ratios`."""
     found = ratios(evidence)
     return f", {statistics.median(found):.2f}× Horovod's speed" if found else ""
 
 
 def ratios(evidence: Evidence) -> list[float]:
-    """Return, for each round, dualtrain's steps per second divided by Horovod's, over the steps that both runs took."""
+    """Return, for each round, dualtrain's steps per second divided by Horovod's, over the steps that both runs took.
+
+    Rounds with too few steps for a speed are left out. With --against, the list is empty: the runs of Horovod may be from
+    another machine.
+    """
     if evidence.recorded:
         return []
     pairs = [
@@ -197,9 +202,9 @@ def where(difference: Difference) -> str:
     return f"{step} in {names}{more}{by}{rank}"
 
 
-def _amount(apart: float, digits: int = 1) -> str:
+def _amount(relative: float, digits: int = 1) -> str:
     """Return a text such as "by 3.0e-04 relative"."""
-    return f"by {apart:.{digits}e} relative" if math.isfinite(apart) else "in values that are NaN or infinite"
+    return f"by {relative:.{digits}e} relative" if math.isfinite(relative) else "in values that are NaN or infinite"
 
 
 def _cause_in_records(evidence: Evidence, difference: Difference) -> str:
@@ -220,7 +225,7 @@ def _cause_in_records(evidence: Evidence, difference: Difference) -> str:
 def _compat_with_equal_options(evidence: Evidence) -> RunRecord | None:
     """Return the run with Horovod's defects, or ``None``.
 
-    The run must have reproduced a defect, taken all steps, and used the same optimizer options as the run on Horovod.
+    The run must have reproduced a defect, and have the same end and the same optimizer options as the run on Horovod.
     """
     horovod, compat = evidence.horovod[0], evidence.compat
     if compat is None or not compat.defects or different_end(horovod, compat) is not None:
@@ -228,14 +233,16 @@ def _compat_with_equal_options(evidence: Evidence) -> RunRecord | None:
     return None if unequal_options(horovod, compat) else compat
 
 
-def _by_tolerance(evidence: Evidence, difference: Difference, compat: RunRecord | None, *, required: bool) -> Verdict:
-    """Compare Horovod's run with dualtrain's first run, or with ``compat`` if that is closer or if ``required`` is set."""
+def _by_tolerance(
+    evidence: Evidence, difference: Difference, compat: RunRecord | None, *, compat_required: bool
+) -> Verdict:
+    """Compare Horovod's run with dualtrain's first run; with ``compat`` if it is closer or ``compat_required`` is set."""
     horovod = evidence.horovod[0]
     apart, step = distance(horovod, evidence.dualtrain[0])
     differences = "; ".join(evidence.other_platform)
     details = [f"first difference: {where(difference)}"]
     with_defects = ""
-    if compat is not None and (required or distance(horovod, compat)[0] < apart):
+    if compat is not None and (compat_required or distance(horovod, compat)[0] < apart):
         details += [*_places(compat), f"without these defects, weights differ {_amount(apart)} after step {step}"]
         apart, _ = distance(horovod, compat)
         with_defects = f", once these defects of Horovod are reproduced: {_defects(compat)}"
@@ -258,23 +265,24 @@ def _by_tolerance(evidence: Evidence, difference: Difference, compat: RunRecord 
     return Verdict(line, 1, details, difference)
 
 
-def _by_spread(evidence: Evidence, spread: Difference) -> Verdict:
+def _by_spread(evidence: Evidence, repeats: Difference) -> Verdict:
     """Compare the sides by distance, because the script is not repeatable.
 
-    The limit is twice the largest distance between two runs on Horovod. With --against there is only one run on Horovod;
-    the largest distance between two runs with dualtrain is used instead. ``spread`` is the first difference between two
-    runs of the same side.
+    The limit is twice the script's spread: the largest distance between two runs on Horovod. With --against there is only
+    one run on Horovod; the largest distance between two runs with dualtrain is used instead. The proof also fails if the
+    spread is too large (``LARGEST_SPREAD``, ``PART_OF_TRAINING``), or if several runs on Horovod agree, but those with
+    dualtrain do not. ``repeats`` is the first difference between two runs of the same side.
     """
     only_dualtrain = not any(first_difference(a, b) for a, b in combinations(evidence.horovod, 2))
     pair = "two runs with dualtrain" if only_dualtrain else "two runs on Horovod"
     details = [
-        f"not repeatable: {pair} differ {where(spread)}",
+        f"not repeatable: {pair} differ {where(repeats)}",
         "to compare bits, make the script repeatable: set OMP_NUM_THREADS=1, and give --seed 1, which seeds torch, numpy "
         "and random on each rank before the script starts",
     ]
     if only_dualtrain and len(evidence.horovod) > 1:
-        line = f"repeatable on Horovod, but not with dualtrain: {pair} differ {where(spread)}"
-        return Verdict(line, 1, details[1:], spread)
+        line = f"repeatable on Horovod, but not with dualtrain: {pair} differ {where(repeats)}"
+        return Verdict(line, 1, details[1:], repeats)
     runs = evidence.dualtrain if only_dualtrain else evidence.horovod
     compared, with_defects = evidence.dualtrain, ""
     if evidence.full is evidence.compat:
@@ -287,23 +295,26 @@ def _by_spread(evidence: Evidence, spread: Difference) -> Verdict:
     measured = f"Horovod and dualtrain differ by {apart:.1e} after step {step}, and {pair} differ by up to {widest:.1e}"
     if widest > min(LARGEST_SPREAD, PART_OF_TRAINING * moved(evidence.horovod[0])):
         details.append(f"all steps together changed the weights by {moved(evidence.horovod[0]):.1e}")
-        return Verdict(f"not repeatable, so nothing is proven: {measured}", 1, details, spread)
+        return Verdict(f"not repeatable, so nothing is proven: {measured}", 1, details, repeats)
     if apart <= 2 * widest:  # twice, because the spread is known from a few runs only
         line = f"within twice the script's own spread{with_defects}{speed(evidence)}: {measured}"
-        return Verdict(line, 0, details, spread)
-    return Verdict(f"differs by more than twice the script's own spread{with_defects}: {measured}", 1, details, spread)
+        return Verdict(line, 0, details, repeats)
+    return Verdict(f"differs by more than twice the script's own spread{with_defects}: {measured}", 1, details, repeats)
 
 
-def _distances(horovod: list[RunRecord], ours: list[RunRecord], repeated: list[RunRecord]) -> tuple[float, int, float]:
+def _distances(
+    horovod: list[RunRecord], dualtrain_runs: list[RunRecord], repeated: list[RunRecord]
+) -> tuple[float, int, float]:
     """Return (distance between the sides, step after which it was computed, largest distance between ``repeated`` runs).
 
-    The distance between the sides is the median over all pairs of runs. Both distances compare weights after the same
-    step: the last one that at least one run of each side and two of the ``repeated`` runs have summarized.
+    Both distances compare weights after the same step: the last one that at least one run of each side and two of the
+    ``repeated`` runs have summarized. Runs that end earlier are left out. The distance between the sides is the median over
+    all remaining pairs.
     """
-    steps = min(max(run.steps for run in ours), sorted(run.steps for run in repeated)[-2])
-    long = [run for run in (*horovod, *ours, *repeated) if run.steps >= steps]
+    steps = min(max(run.steps for run in dualtrain_runs), sorted(run.steps for run in repeated)[-2])
+    long = [run for run in (*horovod, *dualtrain_runs, *repeated) if run.steps >= steps]
     limit = common_step(long)
-    between = [distance(a, b, limit) for a in horovod for b in ours if a in long and b in long]
+    between = [distance(a, b, limit) for a in horovod for b in dualtrain_runs if a in long and b in long]
     widest = max(distance(a, b, limit)[0] for a, b in combinations(repeated, 2) if a in long and b in long)
     apart, step = statistics.median_high(between)
     return apart, step, widest

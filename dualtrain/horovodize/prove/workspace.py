@@ -55,7 +55,7 @@ def workspace() -> Iterator[Workspace]:
     shared = _IN_MEMORY / folder.name
     command = [sys.executable, "-I", "-S", cleaner.__file__, mark, str(folder), str(shared)]
     # In a session of its own, the cleaner gets no signal when Ctrl-C is pressed or the terminal is closed.
-    program = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True)
     try:
         folder.mkdir(0o700)
         in_memory = False
@@ -71,16 +71,19 @@ def workspace() -> Iterator[Workspace]:
         )
         raise UserError(text) from None
     finally:
-        _clean_up(program, mark, (folder, shared))
+        _clean_up(process, mark, (folder, shared))
 
 
-def _clean_up(program: subprocess.Popen[bytes], mark: str, folders: tuple[Path, ...]) -> None:
-    """Close the pipe, and wait for the cleaner, which ends the processes and removes the folders."""
-    assert program.stdin is not None
-    program.stdin.close()
+def _clean_up(process: subprocess.Popen[bytes], mark: str, folders: tuple[Path, ...]) -> None:
+    """Close the pipe, and wait for the cleaner, which ends the processes and removes the folders.
+
+    If the cleaner failed, do its work here.
+    """
+    assert process.stdin is not None
+    process.stdin.close()
     with suppress(subprocess.TimeoutExpired):
-        program.wait(3 * cleaner.END_SECONDS)
-    if program.returncode:  # a signal ended the cleaner, for example before it ignored signals
+        process.wait(3 * cleaner.END_SECONDS)
+    if process.returncode:  # a signal ended the cleaner, for example before it ignored signals
         cleaner.end_marked(mark)
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
