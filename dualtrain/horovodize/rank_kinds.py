@@ -70,7 +70,7 @@ class RankKinds:
 
     @cached_property
     def _values(self) -> dict[str, list[tuple[ast.expr, int | None]]]:
-        """Map of each variable to its values: (value, position in the value if it is a tuple)."""
+        """Map of each variable to its values: (value, the variable's position if the target is a tuple, else None)."""
         found: dict[str, list[tuple[ast.expr, int | None]]] = {}
         for target, value, _ in self.source.assignments:
             names = names_of_target(target)
@@ -146,7 +146,7 @@ class RankKinds:
         return "0" if (type(test.ops[0]), ranks[0]) in _FIRST_RANK else ""
 
     def _constants(self, value: ast.expr) -> list[ast.expr]:
-        """Return the integer constants in ``value``: a list, a tuple, a set, one constant, or a variable with one value."""
+        """Return the integer constants in ``value``, a list, a tuple, a set, one constant, or one constant variable."""
         parts = value.elts if isinstance(value, ast.List | ast.Tuple | ast.Set) else [value]
         known = [self.source.constant(part) or part if isinstance(part, ast.Name) else part for part in parts]
         return [part for part in known if re.fullmatch(r"-?\d+", ast.unparse(part))]

@@ -36,8 +36,10 @@ class Program(NamedTuple):
 def load_script(path: str, arguments: Sequence[str]) -> Program:
     """Load the script that ``python path arguments…`` would run, and set ``sys.argv`` and ``sys.path`` for it.
 
+    Also install the import hook, set HOROVOD_RANK and similar variables, and set up memory allocation.
+
     Raises:
-        UserError: the file does not exist, cannot be read, or is a folder or a notebook.
+        UserError: the file does not exist, cannot be read, is not a regular file, or is a notebook.
         SyntaxError: the file is not valid Python. A ValueError is possible too.
     """
     if os.path.isdir(path):
@@ -73,8 +75,12 @@ def refuse_notebook(path: str) -> None:
 def load_module(name: str, arguments: Sequence[str]) -> Program:
     """Load the module that ``python -m name arguments…`` would run, and set ``sys.argv`` for it.
 
+    Also install the import hook, set HOROVOD_RANK and similar variables, and set up memory allocation. Then import the
+    packages that contain the module, which may raise any exception.
+
     Raises:
         UserError: the module does not exist or cannot be run.
+        SyntaxError: the module is not valid Python. A ValueError is possible too.
     """
     sys.argv[:] = ["-m", *arguments]
     _prepare()
@@ -87,6 +93,7 @@ def load_module(name: str, arguments: Sequence[str]) -> Program:
 
 
 def _find(name: str) -> tuple[ModuleSpec, CodeType]:
+    """Return the spec and the code of a module, or of a package's ``__main__``. Raise UserError if there is none."""
     try:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:

@@ -50,7 +50,7 @@ def parse_scripts(names: Sequence[str]) -> dict[str, tuple[ScriptFile, Source]]:
     """Read and parse all scripts of a program.
 
     Raises:
-        UserError: a script cannot be read, or is not valid Python.
+        UserError: a script cannot be read, is a notebook, is not text, or is not valid Python.
     """
     files = {name: read_script(name) for name in names}
     sources = {name: _parse(file) for name, file in files.items()}
@@ -59,6 +59,7 @@ def parse_scripts(names: Sequence[str]) -> dict[str, tuple[ScriptFile, Source]]:
 
 
 def _parse(file: ScriptFile) -> Source:
+    """Parse a script. Raise UserError if it is not valid Python."""
     try:
         return Source(file.text)
     except SyntaxError as error:

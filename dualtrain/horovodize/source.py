@@ -20,7 +20,8 @@ from dualtrain.horovodize.normal_form import normalized
 
 T = TypeVar("T")
 N = TypeVar("N", bound=ast.AST)
-#: In this order: the code works, but not as on Horovod; it is probably wrong, on Horovod too; it does not work.
+#: "differs": the code works, but not as on Horovod. "trap": it is probably wrong, on Horovod too. "unsupported": it does
+#: not work with dualtrain.
 Level = Literal["differs", "trap", "unsupported"]
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 _OPTIMIZER = re.compile(r"torch\.optim\.(?!lr_scheduler\b|swa_utils\b)(\w+\.)?[A-Z]\w*")
@@ -45,7 +46,7 @@ class Source:
         text: source code of the script.
 
     Raises:
-        SyntaxError: the text is not valid Python.
+        SyntaxError: the text is not valid Python. ValueError, RecursionError and MemoryError are possible too.
     """
 
     def __init__(self, text: str) -> None:
@@ -64,7 +65,10 @@ class Source:
         self._computed: dict[object, Any] = {}
 
     def with_text(self, text: str) -> Source:
-        """Return a Source for this file with the new ``text``; its program has copies of the other files."""
+        """Return a Source for this file with the new ``text``; its program has copies of the other files.
+
+        The files of this program are not changed. Raise what the constructor raises.
+        """
         after = Source(text)
         after.wrapped |= self.wrapped
         connect([after, *map(copy, self.files[1:])])
@@ -88,7 +92,7 @@ class Source:
 
     @cached_property
     def code(self) -> str:
-        """The script without comments, and without spaces between tokens."""
+        """The script without comments, and without spaces between tokens; the whole text if it cannot be tokenized."""
         # Don't use ast.unparse, which fails for a sum of some hundred terms.
         try:
             tokens = list(tokenize.generate_tokens(io.StringIO(self.text, newline=None).readline))
@@ -174,16 +178,16 @@ class Source:
         """The calls of functions of horovod.torch, each with the function's name, in source order."""
         return [(name, call) for call in self.calls if (name := self.hvd(call.func))]
 
-    def spell(self, name: str, at: ast.AST) -> str:
-        """Return the expression by which code at the node ``at`` can refer to horovod.torch's ``name``: ``hvd.rank``.
+    def spell(self, name: str, place: ast.AST) -> str:
+        """Return the expression by which code at the node ``place`` can refer to horovod.torch's ``name``: ``hvd.rank``.
 
-        Return "" if no import of it certainly runs before ``at``, or if a variable or a parameter may hide the import.
+        Return "" if no import of it certainly runs before ``place``, or if a variable or a parameter may hide the import.
         """
         for node in self.nodes:
-            if not isinstance(node, ast.Import | ast.ImportFrom) or not self._is_certain(node, at):
+            if not isinstance(node, ast.Import | ast.ImportFrom) or not self._is_certain(node, place):
                 continue
             for bound, full in self._imports_of(node):
-                if self._bindings.meaning(bound, at, certain=True) != full:
+                if self._bindings.meaning(bound, place, certain=True) != full:
                     continue
                 if full in HOMES:
                     return f"{bound}.{name}"
@@ -191,16 +195,16 @@ class Source:
                     return bound
         return ""
 
-    def _is_certain(self, node: ast.stmt, at: ast.AST) -> bool:
-        """Return whether the import statement ``node`` certainly runs before ``at``."""
+    def _is_certain(self, node: ast.stmt, place: ast.AST) -> bool:
+        """Return whether the import statement ``node`` certainly runs before ``place``."""
         scope = self.parents[node]
         if scope is self.tree:
-            return self.scope(at) is not self.tree or node.lineno < getattr(at, "lineno", 0)
-        return scope is self.scope(at) and node.lineno < getattr(at, "lineno", 0)
+            return self.scope(place) is not self.tree or node.lineno < getattr(place, "lineno", 0)
+        return scope is self.scope(place) and node.lineno < getattr(place, "lineno", 0)
 
-    def imports_torch(self, at: ast.AST) -> bool:
-        """Return whether an import statement that certainly runs before ``at`` binds the name ``torch``."""
-        imports = (node for node in self.nodes if isinstance(node, ast.Import) and self._is_certain(node, at))
+    def imports_torch(self, place: ast.AST) -> bool:
+        """Return whether an import statement that certainly runs before ``place`` binds the name ``torch``."""
+        imports = (node for node in self.nodes if isinstance(node, ast.Import) and self._is_certain(node, place))
         return any(bound == "torch" for node in imports for bound, _ in self._imports_of(node))
 
     @cached_property
@@ -393,7 +397,7 @@ class Source:
         return next(above for above in self.above(node) if isinstance(above, Scope))
 
     def parameters(self, node: ast.AST) -> set[str]:
-        """Return the names of the parameters of the function that contains ``node``."""
+        """Return the names of the parameters of the function that contains ``node``, without ``*args`` and ``**kwargs``."""
         scope = self.scope(node)
         given = scope.args if isinstance(scope, Function) else ast.arguments([], [], None, [], [], None, [])
         return {each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)}
@@ -449,11 +453,15 @@ class Source:
     def _arms(self, branch: ast.AST, below: ast.AST) -> Iterator[tuple[object, object]]:
         """Yield (key, value): a key of the condition of ``branch``, and the condition's value where ``below`` runs.
 
-        The first key is the node ``branch``. The second key is the condition's text without ``not``. If the condition
-        contains a parameter (other than ``self`` and ``args``) of the function around it, the second key also contains this
-        function. There is no second key if the condition contains a call or ``:=``, because the condition's value may then
-        change between two evaluations. The third key is a variable that must be equal to a constant where ``below`` runs,
-        and its value is this constant.
+        There are up to three keys:
+
+        1. The node ``branch``.
+        2. The condition's text without ``not``. If the condition contains a parameter (other than ``self`` and ``args``) of
+           the function around it, the key also contains this function.
+        3. A variable that must be equal to a constant where ``below`` runs. The value is this constant.
+
+        If the condition contains a call or ``:=``, only the first key is yielded, because the condition's value may change
+        between two evaluations.
         """
         arm = _arm(branch, below)
         yield branch, arm

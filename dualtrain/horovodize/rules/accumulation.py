@@ -23,7 +23,7 @@ def accumulation_without_passes(source: Source) -> Iterator[Finding]:
         for event in events:
             wraps = [wrap for name, wrap in source.wraps if name == event.optimizer]
             known = wraps or ([wrap for file in source.files for _, wrap in file.wraps] if event.optimizer else [])
-            if event.kind not in STEPS or not known or any(_has_passes(wrap) for wrap in known):
+            if event.kind not in STEPS or not known or any(_may_have_passes(wrap) for wrap in known):
                 continue
             found = (
                 _every_nth(source, events, event) or _inner_loop(source, events, event) or _in_a_row(source, events, event)
@@ -36,7 +36,8 @@ def accumulation_without_passes(source: Source) -> Iterator[Finding]:
                 yield Finding(event.node.lineno, "trap", message, tuple(_with_passes(source, wraps, event, found[0])))
 
 
-def _has_passes(wrap: ast.Call) -> bool:
+def _may_have_passes(wrap: ast.Call) -> bool:
+    """Return whether ``wrap`` passes backward_passes_per_step, or ``**options``, which may contain it."""
     return len(wrap.args) > 3 or any(word.arg in ("backward_passes_per_step", None) for word in wrap.keywords)
 
 
@@ -126,25 +127,25 @@ def _in_a_row(source: Source, events: list[Event], step: Event) -> tuple[ast.exp
     correct if the two losses reach different parameters.
     """
     block = source.block(source.statement(step.node))
-    passes = []
+    backwards = []
     for event in reversed(events[: events.index(step)]):
         if event.kind in (*STEPS, "synchronize"):
             break
         if event.kind == "backward" and source.statement(event.node) in block:
-            passes.append(event.node)
+            backwards.append(event.node)
     after = block[block.index(source.statement(step.node)) :]
-    many = len(passes) > max(1, _steps_until_backward(after))
-    return (None,) if many and _share_parameters(source, passes, step) else None
+    many = len(backwards) > max(1, _steps_until_backward(after))
+    return (None,) if many and _share_parameters(source, backwards, step) else None
 
 
-def _share_parameters(source: Source, passes: list[ast.Call], step: Event) -> bool:
+def _share_parameters(source: Source, backwards: list[ast.Call], step: Event) -> bool:
     """Return whether two backward passes certainly reach the same model.
 
     If any backward pass reaches a model of the optimizer, only models of the optimizer count.
     """
     wraps = [(file, wrap) for file in source.files for name, wrap in file.wraps if name == step.optimizer]
     own = {model for file, wrap in wraps for model in models_of_optimizer(file, wrap)}
-    reached = [models_of_loss(source, backward) for backward in passes]
+    reached = [models_of_loss(source, backward) for backward in backwards]
     shared = {model for number, one in enumerate(reached) for other in reached[:number] for model in one & other}
     return bool(shared & own if any(own & one for one in reached) else shared)
 
@@ -175,7 +176,7 @@ def _with_passes(source: Source, wraps: list[ast.Call], step: Event, passes: ast
 
 
 def _is_known_at(source: Source, value: ast.expr, wrap: ast.Call, step: ast.Call) -> bool:
-    """Return whether the expression ``value`` certainly has the same value at ``wrap`` as at ``step``."""
+    """Return whether ``value`` certainly has the same value at ``wrap`` as at ``step``. A constant must be an integer."""
     if isinstance(value, ast.Constant):
         return isinstance(value.value, int)
     root = value

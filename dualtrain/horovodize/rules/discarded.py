@@ -54,7 +54,10 @@ def _expects_error(source: Source, call: ast.Call) -> bool:
 
 
 def _is_unused(source: Source, call: ast.Call) -> bool:
-    """Return whether the result is in a list that is discarded, or in a local variable that nothing reads."""
+    """Return whether the result is in a list that is discarded, or in a local variable that nothing reads.
+
+    Variables that are unused on purpose do not count, nor do variables of functions that measure or test.
+    """
     parent = source.parents[call]
     if isinstance(parent, ast.ListComp):
         return parent.elt is call and isinstance(source.parents[parent], ast.Expr)
@@ -87,7 +90,7 @@ def _discarded_from_functions(source: Source) -> Iterator[Finding]:
 
 
 def _returned_collective(source: Source, function: Function) -> str:
-    """Return the name of the collective whose result ``function`` returns; "" if ``function`` may do more than that."""
+    """Return the name of the collective whose result ``function`` returns; "" if it may do more, or has no parameter."""
     body = [part for part in function.body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))]
     simple = all(
         isinstance(part, ast.Return) or (isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Name))
@@ -101,7 +104,7 @@ def _returned_collective(source: Source, function: Function) -> str:
 
 
 def _edits_to_use_result(source: Source, call: ast.Call, name: str) -> list[Edit]:
-    """Return edits that make the call change its input, or wait for its handle; none if the input is not a variable."""
+    """Return edits that make the call change its input, or wait for its handle; none if that may break the script."""
     value, layout = call.args[0] if call.args else None, source.layout
     if not isinstance(value, ast.Name | ast.Attribute) or not isinstance(call.func, ast.Attribute):
         return []
@@ -118,7 +121,7 @@ def _edits_to_use_result(source: Source, call: ast.Call, name: str) -> list[Edit
 
 
 def _is_used_by_backward(source: Source, call: ast.Call, value: ast.expr) -> bool:
-    """Return whether ``value`` is read after ``call`` and up to a backward pass of the same function.
+    """Return whether ``value`` is read after ``call`` and up to the last backward pass of the same function.
 
     For a broadcast, which scripts use to make a tensor equal on all ranks, only ``value.backward()`` counts.
     """
@@ -156,30 +159,33 @@ def is_barrier(source: Source, call: ast.Call) -> bool:
     return _is_new(source, value) and not _holds_variable(source, value)
 
 
-def _holds_variable(source: Source, made: ast.expr | None) -> bool:
-    """Return whether ``made`` is ``torch.tensor(x)`` or ``torch.Tensor([x])``, and ``x`` may differ between ranks.
+def _holds_variable(source: Source, value: ast.expr | None) -> bool:
+    """Return whether ``value`` is ``torch.tensor(x)`` or ``torch.Tensor([x])``, and ``x`` may differ between ranks.
 
     Constants, ranks and loop counters are no such ``x``.
     """
-    while isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute) and made.func.attr in _METHODS:
-        made = made.func.value  # torch.tensor(x).cuda()
-    if not isinstance(made, ast.Call) or not made.args:
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _METHODS:
+        value = value.func.value  # torch.tensor(x).cuda()
+    if not isinstance(value, ast.Call) or not value.args:
         return False
-    name, content = source.name(made.func), made.args[0]
+    name, content = source.name(value.func), value.args[0]
     elements = content.elts if isinstance(content, ast.List) else []
     if name not in _COPIES and not (name in _NEW_TENSORS and name.endswith("Tensor") and elements):
         return False  # torch.Tensor(n), for example, has n elements without values
     content = elements[0] if len(elements) == 1 else content
     if not isinstance(content, ast.Name | ast.Attribute) or source.constant(content) is not None:
         return False
-    counts = [loop.target for loop in source.around(made, ast.For) if re.match(r"\w*range\(", ast.unparse(loop.iter))]
+    counts = [loop.target for loop in source.around(value, ast.For) if re.match(r"\w*range\(", ast.unparse(loop.iter))]
     if any(ast.unparse(content) == ast.unparse(count) for count in counts):
         return False  # most likely equal on all ranks, in a loop of calls that only warm up, for example
     return re.search("rank|size|world", ast.unparse(content), re.IGNORECASE) is None
 
 
 def _is_copy_read_later(source: Source, call: ast.Call, value: ast.expr | None) -> bool:
-    """Return whether ``value`` is made from the value of a variable, and is read after ``call`` in the same function."""
+    """Return whether ``value`` is made from the value of a variable, and is read after ``call`` in the same function.
+
+    Return False if ``value`` is assigned again after ``call``, or if only its shape, dtype or device is read.
+    """
     if not isinstance(value, ast.Name):
         return False
     made = [(given, at) for target, given, at in source.assignments if target == value.id]
@@ -194,13 +200,13 @@ def _is_copy_read_later(source: Source, call: ast.Call, value: ast.expr | None) 
     return not stored and any(getattr(source.parents[node], "attr", "") not in _OF_SHAPE for node in same)
 
 
-def _copies_variable(source: Source, made: ast.expr) -> bool:
-    """Return whether ``made`` is ``torch.tensor(x)`` with a variable in ``x``, or a call such as ``y.clone()``."""
-    while isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute) and made.func.attr in _METHODS:
-        if isinstance(made.func.value, ast.Name):
+def _copies_variable(source: Source, value: ast.expr) -> bool:
+    """Return whether ``value`` is ``torch.tensor(x)`` with a variable in ``x``, or a call such as ``y.clone()``."""
+    while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _METHODS:
+        if isinstance(value.func.value, ast.Name):
             return True
-        made = made.func.value
-    values = made.args[:1] if isinstance(made, ast.Call) and source.name(made.func) in _COPIES else []
+        value = value.func.value
+    values = value.args[:1] if isinstance(value, ast.Call) and source.name(value.func) in _COPIES else []
     return any(map(variables_in, values))
 
 
@@ -210,7 +216,7 @@ _BARRIER = re.compile(r"barrier|\bwait|^synchroni[sz]e$", re.IGNORECASE)
 
 
 def _is_new(source: Source, value: ast.expr | None, *, follow: bool = True) -> bool:
-    """Return whether ``value`` is a constant or a new tensor, or a variable that has only values of these kinds."""
+    """Return whether ``value`` is a constant or a new tensor; with ``follow``, also a variable with only such values."""
     if isinstance(value, ast.Name) and follow:
         values = source.values.get(value.id, ())
         return bool(values) and all(_is_new(source, one, follow=False) for one in values)

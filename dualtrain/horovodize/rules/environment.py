@@ -114,7 +114,8 @@ def branch_on_build(source: Source) -> Iterator[Finding]:
 def threads_of_mpi(source: Source) -> Iterator[Finding]:
     """Calls of mpi_threads_supported outside of ``try``, in a script that checks neither mpi_built nor mpi_enabled."""
     if any(
-        _is_in_condition(source, call) or _is_operand(source, call) for call in source.hvd_calls("mpi_built", "mpi_enabled")
+        _is_in_condition(source, call) or _is_assigned_or_operand(source, call)
+        for call in source.hvd_calls("mpi_built", "mpi_enabled")
     ):
         return  # with dualtrain both return False, and most likely mpi_threads_supported is then not called
     for call in source.hvd_calls("mpi_threads_supported"):
@@ -132,7 +133,7 @@ def _is_in_condition(source: Source, call: ast.Call) -> bool:
     return False
 
 
-def _is_operand(source: Source, call: ast.Call) -> bool:
+def _is_assigned_or_operand(source: Source, call: ast.Call) -> bool:
     """Return whether ``call`` is assigned to a variable, or is an operand of ``and`` or ``or``."""
     return isinstance(source.parents[call], ast.Assign | ast.BoolOp)
 
@@ -186,7 +187,7 @@ def variables_of_mpi(source: Source) -> Iterator[Finding]:
 
 
 def _worst(found: list[Finding]) -> list[Finding]:
-    """Return the first finding on code that does not work, else the first finding."""
+    """Return the first finding on code that does not work, or else the first finding, in a list; may be empty."""
     return sorted(found, key=lambda finding: finding.level != "unsupported")[:1]
 
 

@@ -113,6 +113,7 @@ def is_for_evaluation(source: Source, call: ast.Call) -> bool:
 
 
 def _home(variable: str, scope: Scope) -> Scope | None:
+    """Return ``scope``; None if ``variable`` is an attribute, which belongs to no function."""
     return scope if variable.isidentifier() else None
 
 

@@ -183,9 +183,10 @@ def _may_run_on_some_ranks(source: Source, guards: Guards, node: ast.AST, depth:
 
 
 def _runs_in_objects_of_all_ranks(source: Source, guards: Guards, node: ast.AST, cls: ast.ClassDef) -> bool:
-    """Return whether all ranks certainly make objects of ``cls``, and the method around ``node`` always runs ``node``.
+    """Return whether no condition decides if objects of ``cls`` are made, or if the method around ``node`` runs ``node``.
 
-    A condition such as ``if self.saver:`` gives False: it often holds on one rank only, although it does not name the rank.
+    The method must be ``__init__``, or its name must be unique. A condition such as ``if self.saver:`` gives False: it
+    often holds on one rank only, although it does not name the rank.
     """
     function = source.scope(node)
     name = getattr(function, "name", "")

@@ -50,9 +50,12 @@ def _definitions(source: Source, data: ast.expr) -> list[ast.expr]:
 def is_sharded(source: Source, data: ast.expr, depth: int = 0) -> bool:
     """Return whether ``data`` may depend on the rank.
 
-    That is so if ``data``, or an expression that defines or changes it, contains a word such as rank. It is also so if a
-    function or class of the script makes ``data``, and contains a slice such as ``[rank::size]``. Parameters of functions,
-    and attributes of ``self`` that the script does not assign, may depend on the rank, because their values are unknown.
+    That is so in these cases:
+
+    - ``data``, or an expression that defines or changes it, contains a word such as rank.
+    - A function or class of the script makes ``data``, and contains a slice such as ``[rank::size]``.
+    - ``data`` contains a parameter of a function, or an attribute of ``self`` that the script does not assign: their values
+      are unknown. A parameter such as ``args``, in ``args.folder``, counts only if the program may replace the attribute.
     """
     selecting = _without_download(data)
     if SHARDED.search(ast.unparse(selecting)):
@@ -97,7 +100,7 @@ def _may_be_replaced(source: Source, name: str, settings: set[str]) -> bool:
 
 
 def _is_changed_by_rank(source: Source, name: str) -> bool:
-    """Return whether the script splits the variable ``name`` in place: ``data.files = data.files[rank::size]``."""
+    """Return whether the rank may decide on changes of the variable ``name``: ``data.files = data.files[rank::size]``."""
     changes = [value for target, value, _ in source.assignments if target.startswith((f"{name}.", f"{name}["))]
     calls = [call for call in source.calls if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == name]
     calls = calls if name in source.values else []  # not a module, as in torch.save()

@@ -57,7 +57,10 @@ def _tests_own_loss(collectives: Collectives, branch: ast.If, backwards: list[as
 
 
 def _losses(collectives: Collectives, branch: ast.If, backwards: list[ast.Call]) -> set[str]:
-    """Return the variables that hold the loss of a backward pass of this rank, in the loop around ``branch``."""
+    """Return the variables that hold the loss of a backward pass of this rank, in the loop around ``branch``.
+
+    Return an empty set if one of them may be equal on all ranks.
+    """
     source = collectives.source
     calls = [call for call in backwards if loop_around(source, call) is loop_around(source, branch)]
     owners = [(without_scaler(call.func.value), call) for call in calls if isinstance(call.func, ast.Attribute)]
@@ -81,10 +84,12 @@ def _losses(collectives: Collectives, branch: ast.If, backwards: list[ast.Call])
     return found - replaced  # a variable that was assigned again after its last backward pass holds another loss
 
 
-def may_be_common(collectives: Collectives, at: ast.AST, losses: set[str], assignments: list[tuple[str, ast.expr]]) -> bool:
+def may_be_common(
+    collectives: Collectives, place: ast.AST, losses: set[str], assignments: list[tuple[str, ast.expr]]
+) -> bool:
     """Return whether one of the ``losses`` may be equal on all ranks.
 
-    ``assignments`` are the (target, value) pairs of the function that contains ``at``.
+    ``assignments`` are the (target, value) pairs of the function that contains ``place``.
     """
     source, names = collectives.source, set(losses)
     for target, value in assignments:
@@ -100,7 +105,7 @@ def may_be_common(collectives: Collectives, at: ast.AST, losses: set[str], assig
     for call in source.calls:
         name = last_name(call.func)
         in_place = name.endswith("_") or isinstance(source.parents[call], ast.Expr)
-        if in_place and COMMON.search(name) and source.scope(call) is source.scope(at):
+        if in_place and COMMON.search(name) and source.scope(call) is source.scope(place):
             given = (node for value in call.args for node in ast.walk(value) if isinstance(node, ast.expr))
             if any(ast.unparse(node) in losses for node in given):
                 return True

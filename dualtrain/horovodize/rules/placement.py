@@ -88,7 +88,7 @@ def _uses_first_gpu(source: Source, guards: Guards, call: ast.Call) -> bool:
 
 
 def _is_loaded(source: Source, target: str) -> bool:
-    """Return whether the program reads a variable or attribute with this name, other than ``torch.device``.
+    """Return whether the program reads a variable or attribute with this name. ``torch.device`` does not count.
 
     Return True if ``target`` is an element, as in ``config["device"]``.
     """
@@ -101,7 +101,7 @@ def _is_loaded(source: Source, target: str) -> bool:
 
 
 def _is_chosen(source: Source, call: ast.Call) -> bool:
-    """Return whether ``call`` depends on a condition other than whether there is a GPU."""
+    """Return whether ``call`` depends on a condition. Tests for a GPU, and of ``__name__``, do not count."""
     tests = [above.test for above in source.around(call, ast.If)]
     tests += [node.test for node in ast.walk(call) if isinstance(node, ast.IfExp)]
     texts = [ast.unparse(test) for test in tests if "__name__" not in ast.unparse(test)]

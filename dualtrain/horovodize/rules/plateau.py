@@ -91,11 +91,12 @@ def _may_send(source: Source) -> bool:
 
 
 def _is_unconditional(source: Source, call: ast.Call) -> bool:
+    """Return whether ``call`` depends on no condition, except on ``__name__`` or the progress of training."""
     tests = [above.test for above in source.around(call, ast.If)]
     return all("__name__" in (text := ast.unparse(test)) or _PROGRESS.search(text) for test in tests)
 
 
-def _is_own(collectives: Collectives, value: ast.expr, at: ast.AST, position: int | None = None, depth: int = 0) -> bool:
+def _is_own(collectives: Collectives, value: ast.expr, place: ast.AST, position: int | None = None, depth: int = 0) -> bool:
     """Return whether ``value`` is a training loss of this rank, or the result of a function that returns one.
 
     If ``position`` is given, only this element of the function's result counts.
@@ -105,7 +106,7 @@ def _is_own(collectives: Collectives, value: ast.expr, at: ast.AST, position: in
     if function is not None and (function.decorator_list or not source.is_only(function.name)):
         return False  # the name may refer to another function, or a decorator may combine the result over ranks
     if function is None:
-        return position is None and _is_made_of(value, _own_losses(collectives, source.scope(at), depth))
+        return position is None and _is_made_of(value, _own_losses(collectives, source.scope(place), depth))
     ends = [end for end in ast.walk(function) if isinstance(end, ast.Return) and source.scope(end) is function]
     found = [(_element(end.value, position), end) for end in ends]
     return (
@@ -125,7 +126,7 @@ def _own_losses(collectives: Collectives, scope: Scope, depth: int) -> set[str]:
     """Return the variables of a function that hold only training losses of this rank, apart from constants such as 0.
 
     Attributes and global variables, which other functions may change, do not count. Nor do variables that a call may change
-    in place.
+    in place. The set is empty if one of the losses may be equal on all ranks.
     """
     source = collectives.source
     own = [one for one in _assigned(source) if source.scope(one.at) is scope]
@@ -165,7 +166,7 @@ def _own_losses(collectives: Collectives, scope: Scope, depth: int) -> set[str]:
 
 
 def _is_known(source: Source, scope: Scope, name: str, assignments: int) -> bool:
-    """Return whether a local variable has at least one assignment, and changes only by the given number of them."""
+    """Return whether a local variable has ``assignments`` assignments, at least one, and changes in no other way."""
     stores = [
         node
         for node in source.mentions.get(name, ())

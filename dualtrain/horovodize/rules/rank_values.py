@@ -56,7 +56,7 @@ def loop_by_value_of_some_ranks(source: Source) -> Iterator[Finding]:
 def _names_of_condition(loop: ast.For | ast.While) -> Iterator[ast.Name | ast.Attribute]:
     """Yield the variables and attributes in ``range(…)`` of ``loop``, and ``flag`` of ``if flag: break``.
 
-    The flag counts only if this is the only exit.
+    The flag counts only if this is the only exit, and ``loop`` is a ``for`` loop or a ``while True``.
     """
     if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and ast.unparse(loop.iter.func) == "range":
         yield from (value for value in loop.iter.args if isinstance(value, ast.Name | ast.Attribute))
@@ -70,10 +70,13 @@ def _names_of_condition(loop: ast.For | ast.While) -> Iterator[ast.Name | ast.At
 def _is_set_on_some_ranks(source: Source, name: ast.Name | ast.Attribute) -> bool:
     """Return whether one statement that only some ranks run sets ``name``, and no rank sends the value.
 
-    All other assignments must assign constants. For a variable, one of these must run on all ranks. An attribute may get
-    its first value from argparse instead. All assignments must be in one function or, for an attribute, in one class.
-    Only calls in ``_READERS`` may get the value, because a different call may send it. An attribute can also be sent with
-    its object. So for an attribute, the program must not send any values.
+    These conditions must hold, too:
+
+    - All other assignments assign constants. Those that may run on all ranks come before that statement. A variable has at
+      least one of them; an attribute may get its first value from argparse instead.
+    - All assignments are in one function or, for an attribute, in one class, or outside of classes.
+    - Only calls in ``_READERS`` get the value, because a different call may send it.
+    - For an attribute, which can be sent with its object, the program does not send any values.
     """
     guards, home = Guards.of(source), _home(source, name, name)
     mentions = source.mentions.get(last_name(name), ())
@@ -103,7 +106,8 @@ def _is_set_on_some_ranks(source: Source, name: ast.Name | ast.Attribute) -> boo
 def _is_result_of_some_ranks(source: Source, name: ast.Name | ast.Attribute) -> bool:
     """Return whether ``name`` holds the result of a function that returns a constant on all ranks except some.
 
-    The program must not send any values.
+    Instead, the function may return a variable that only some ranks set (:func:`_is_set_on_some_ranks`). The program must
+    not send any values.
     """
     guards = Guards.of(source)
     values = [value for value in source.values.get(ast.unparse(name), ()) if not isinstance(value, ast.Constant)]

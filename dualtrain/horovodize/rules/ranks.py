@@ -124,9 +124,9 @@ def only_waits(source: Source, call: ast.Call) -> bool:
     return owner in source.wrapped or "opt" in owner.lower()
 
 
-def _comparison(found: _Unmatched) -> str:
+def _comparison(unmatched: _Unmatched) -> str:
     """Return the part of the condition that compares the rank; its other parts may hold on all ranks."""
-    return found.where[1][1].partition(" and ")[0]
+    return unmatched.where[1][1].partition(" and ")[0]
 
 
 class Collectives:
@@ -139,19 +139,24 @@ class Collectives:
         self.source = source
         self.guards = Guards.of(source)
         #: Functions of all files that make such calls.
-        self.own: set[Function] = set()
+        self.functions: set[Function] = set()
         for file in source.files[1:]:
-            self.own |= file.once(_own_collectives)
-        self._find_own()
+            self.functions |= file.once(_own_collectives)
+        self._find_functions()
 
-    def _find_own(self) -> None:
-        """Add the functions of this file that make such calls to ``own``."""
+    def _find_functions(self) -> None:
+        """Add the functions of this file that make such calls to ``functions``."""
         source = self.source
         for _ in range(4):  # nested calls, four levels deep
-            self.own |= {one for name, one in source.functions.items() if self._contains(one) and source.is_only(name)}
+            self.functions |= {
+                one for name, one in source.functions.items() if self._contains(one) and source.is_only(name)
+            }
 
     def unmatched(self, branch: ast.AST) -> Iterator[_Unmatched]:
-        """Yield the collective calls that only one arm of ``branch`` makes, if ``branch`` is an ``if`` on the rank."""
+        """Yield the collective calls that only one arm of ``branch`` makes, if ``branch`` is an ``if`` on the rank.
+
+        If only one arm ends with an exit or a jump, the code after ``branch`` counts as part of the other arm.
+        """
         if not isinstance(branch, ast.If | ast.IfExp) or (signature := self.guards.signature(branch.test)) is None:
             return
         if self.guards.is_decided(branch, signature[1]):
@@ -202,7 +207,10 @@ class Collectives:
         return next((name for name, call in self._inside(above.body) if branch not in self.source.above(call)), "")
 
     def in_one_arm(self, branch: ast.If) -> str:
-        """Return a collective on only one of the two paths through ``branch`` and the code after it; "" if none."""
+        """Return a collective on only one of the two paths through ``branch`` and the code after it.
+
+        Return "" if there is none, or if an arm ends the loop or the program.
+        """
         last = [node for arm in (branch.body, branch.orelse) for part in arm[-1:] for node in ast.walk(part)]
         ends = any(may_leave(node) and not isinstance(node, ast.Return) for node in last)
         if ends or any(map(self._ends_program, last)):
@@ -231,10 +239,10 @@ class Collectives:
         """Return the first collective call in ``nodes``; "" if there is none."""
         return next((name for name, _ in self._inside(nodes)), "")
 
-    def joins(self, found: _Unmatched) -> bool:
-        """Return whether the ranks that do not make the call ``found`` may call ``join`` in the same function."""
-        joins = (call for call in self.source.hvd_calls("join") if self.source.scope(call) is found.where[0])
-        return any(not self.guards.is_in_same_rank_branch(call, found.call) for call in joins)
+    def joins(self, unmatched: _Unmatched) -> bool:
+        """Return whether the ranks that do not make the call ``unmatched`` may call ``join`` in the same function."""
+        joins = (call for call in self.source.hvd_calls("join") if self.source.scope(call) is unmatched.where[0])
+        return any(not self.guards.is_in_same_rank_branch(call, unmatched.call) for call in joins)
 
     def _inside(self, nodes: Sequence[ast.AST]) -> Iterator[tuple[str, ast.Call]]:
         """Yield the collective calls in ``nodes``, except inside functions that are only defined there."""
@@ -255,7 +263,7 @@ class Collectives:
         if name in COLLECTIVES - {"shutdown"}:  # shutdown on one rank ends Horovod on all ranks
             return name if keyword(call, "process_set") is None else ""
         _, function = self.guards.kinds.function(call.func) or (None, called_function(self.source, call))
-        if function in self.own:
+        if function in self.functions:
             return called
         if isinstance(call.func, ast.Attribute) and called in _OF_STATE and self._is_state(call.func.value):
             return called
@@ -263,7 +271,7 @@ class Collectives:
         return called if stepping and called in ("step", "synchronize") else ""
 
     def _is_state(self, owner: ast.expr) -> bool:
-        """Return whether ``owner`` was assigned an elastic state, or is the first argument of an elastic.run function."""
+        """Return whether ``owner`` was assigned an elastic state, or is the first parameter of an elastic.run function."""
         values = [value for value in self.source.values.get(ast.unparse(owner), ()) if isinstance(value, ast.Call)]
         if any(re.fullmatch(r"elastic\.\w*State", self.source.hvd(value.func)) for value in values):
             return True
@@ -280,7 +288,7 @@ class Collectives:
 
 def _own_collectives(source: Source) -> set[Function]:
     """Return the functions of one file that make calls that all ranks must make, directly or by functions of the file."""
-    return Collectives(source.alone()).own
+    return Collectives(source.alone()).functions
 
 
 def may_leave(node: ast.AST) -> bool:

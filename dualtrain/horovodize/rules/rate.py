@@ -61,7 +61,8 @@ def rate_times_size(source: Source) -> Iterator[Finding]:
 def _warms_up(source: Source) -> bool:
     """Return whether the name of a called function, an argument or a variable says that the rate warms up.
 
-    These do not count: a warm-up of zero steps, options that are only declared, and torch's CosineAnnealingWarmRestarts.
+    These do not count: a warm-up of zero steps, the warm-up of a time measurement, options that are only declared, and
+    torch's CosineAnnealingWarmRestarts.
     Also return True for a schedule of torch that may start with a lower rate.
     """
     for node in source.nodes:
@@ -96,9 +97,9 @@ def _starts_lower(source: Source, call: ast.Call) -> bool:
     return any(_distinguishes(source, function) for function in functions)
 
 
-def _distinguishes(source: Source, given: ast.expr, depth: int = 0) -> bool:
-    """Return whether the function ``given``, or a function of the script that it calls, treats some values differently."""
-    function = source.functions.get(last_name(given), given)
+def _distinguishes(source: Source, value: ast.expr, depth: int = 0) -> bool:
+    """Return whether the function ``value``, or one of the script that it calls, treats some arguments differently."""
+    function = source.functions.get(last_name(value), value)
     if not isinstance(function, ast.Lambda | Function):
         return False
     parts = list(ast.walk(function))
@@ -211,23 +212,23 @@ class _Powers:
         for _ in range(4):  # chains of assignments, four levels deep
             self._names = {**self._names, **dict(self._assigned())}
 
-    def of(self, value: ast.expr, given: Mapping[str, float] | None = None, depth: int = 0) -> float:
-        """Return the power of ``value``; ``given`` has the powers of a function's parameters."""
+    def of(self, value: ast.expr, parameters: Mapping[str, float] | None = None, depth: int = 0) -> float:
+        """Return the power of ``value``; ``parameters`` has the powers of a function's parameters."""
         if isinstance(value, ast.Name | ast.Attribute | ast.Subscript):
             name = ast.unparse(value)
             if isinstance(value, ast.Attribute) and value.attr in self._properties and depth < 4:
                 return max((self.of(end, None, depth + 1) for end in self._ends[value.attr]), default=0.0)
-            if given is not None and name in given:
-                return given[name]
+            if parameters is not None and name in parameters:
+                return parameters[name]
             return next((self._names[key] for key in self._keys(value) if key in self._names), 0.0)
         if isinstance(value, ast.Call):
-            return self._of_call(value, given, depth)
+            return self._of_call(value, parameters, depth)
         if isinstance(value, ast.BinOp):
-            return self._of_operation(value, given, depth)
+            return self._of_operation(value, parameters, depth)
         if isinstance(value, ast.IfExp):
-            return max(self.of(value.body, given, depth), self.of(value.orelse, given, depth))
+            return max(self.of(value.body, parameters, depth), self.of(value.orelse, parameters, depth))
         if isinstance(value, ast.UnaryOp):
-            return self.of(value.operand, given, depth)
+            return self.of(value.operand, parameters, depth)
         return 0.0
 
     def _keys(self, value: ast.expr) -> Iterator[tuple[Scope | None, str]]:
@@ -242,7 +243,7 @@ class _Powers:
                 return
 
     def _key(self, target: str, statement: ast.AST) -> tuple[Scope | None, str]:
-        """Return the variable that ``statement`` assigns."""
+        """Return the key of the variable ``target`` that ``statement`` assigns."""
         scope = self.source.scope(statement)
         if (scope, target) in self._globals:
             return self.source.tree, target
@@ -261,11 +262,11 @@ class _Powers:
                 found[target] = max(found.get(target, 0.0), self.of(value, {old: 0.0}))
         yield from found.items()
 
-    def _of_call(self, call: ast.Call, given: Mapping[str, float] | None, depth: int) -> float:
+    def _of_call(self, call: ast.Call, parameters: Mapping[str, float] | None, depth: int) -> float:
         if self.source.hvd(call.func) in self._sizes:
             return 1.0 if self.source.hvd(call.func) == "size" or not self._adasum else 0.0
         name = self.source.name(call.func) or ast.unparse(call.func)
-        powers = [self.of(value, given, depth) for value in call.args]
+        powers = [self.of(value, parameters, depth) for value in call.args]
         if name in _SAME_POWER and powers:
             return powers[0]
         if name in ("math.sqrt", "numpy.sqrt") and powers:
@@ -276,14 +277,14 @@ class _Powers:
         if function is None:
             return float(self._is_size(call))
         bound = {parameter.arg: power for parameter, power in zip(function.args.args, powers, strict=False)}
-        bound |= {word.arg: self.of(word.value, given, depth) for word in call.keywords if word.arg}
+        bound |= {word.arg: self.of(word.value, parameters, depth) for word in call.keywords if word.arg}
         return max((self.of(end, bound, depth + 1) for end in self._ends[name]), default=0.0)
 
     def _is_size(self, value: ast.expr, position: int | None = None) -> bool:
         return "size" in self._sizes and Guards.of(self.source).kinds.kind(value, position) == "size"
 
-    def _of_operation(self, value: ast.BinOp, given: Mapping[str, float] | None, depth: int) -> float:
-        left, right = self.of(value.left, given, depth), self.of(value.right, given, depth)
+    def _of_operation(self, value: ast.BinOp, parameters: Mapping[str, float] | None, depth: int) -> float:
+        left, right = self.of(value.left, parameters, depth), self.of(value.right, parameters, depth)
         if isinstance(value.op, ast.Mult):
             return left + right
         if isinstance(value.op, ast.Div | ast.FloorDiv):

@@ -128,8 +128,8 @@ def _is_of_one_rank(source: Source, call: ast.Call) -> bool:
 
 def same_order_every_epoch(source: Source) -> Iterator[Finding]:
     """A shuffling DistributedSampler without set_epoch."""
-    calls = [_sets_constant(file, node) for file in source.files for node in file.nodes if _sets_epoch(node)]
-    if not all(calls) or has_trainer(source):
+    constant = [_sets_constant(file, node) for file in source.files for node in file.nodes if _sets_epoch(node)]
+    if not all(constant) or has_trainer(source):
         return
     loops, endless = _epoch_loops(source), _endless_reads(source)
     for call in distributed_samplers(source):
@@ -144,7 +144,7 @@ def same_order_every_epoch(source: Source) -> Iterator[Finding]:
             continue
         message = "all epochs have the same order of samples; call set_epoch(epoch) on the sampler before each epoch"
         # No repair if there is a set_epoch(0): it may run after the inserted call and override it.
-        yield Finding(call.lineno, "trap", message, () if calls else tuple(_set_epoch_of(source, call)))
+        yield Finding(call.lineno, "trap", message, () if constant else tuple(_set_epoch_of(source, call)))
 
 
 def _has_data_of_epoch(source: Source, call: ast.Call, loops: list[ast.For]) -> bool:

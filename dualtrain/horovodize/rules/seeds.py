@@ -168,7 +168,10 @@ _OF_PROCESS = re.compile(r"\brandom|rand(int|bits|bytes)|time\b|\bnow$|secrets|g
 
 
 def _depends_on_rank(source: Source, guards: Guards, value: ast.expr, depth: int = 0) -> bool:
-    """Return whether the seed ``value`` contains the rank, or a random number or time that differs between processes."""
+    """Return whether the seed ``value`` contains the rank, or a random number or time that differs between processes.
+
+    Also return True for a parameter if the file has no call that passes it: a caller in another file may add the rank.
+    """
     nodes = [node for node in ast.walk(value) if isinstance(node, ast.expr)]
     if any(isinstance(node, ast.Call) and _OF_PROCESS.search(ast.unparse(node.func)) for node in nodes):
         return True
@@ -178,7 +181,7 @@ def _depends_on_rank(source: Source, guards: Guards, value: ast.expr, depth: int
         if depth > 2:  # a long chain of calls, or a method that passes the seed to a method of the same name
             return True
         found = [_depends_on_rank(source, guards, given, depth + 1) for given in _arguments(source, value)]
-        return not found or any(found)  # a caller in another file may add the rank
+        return not found or any(found)
     values = [given for name in names_in(value) for given in source.values.get(name, ())]
     parameters = [node for node in nodes if isinstance(node, ast.Name) and node.id in source.parameters(node)]
     values += [given for parameter in parameters for given in _arguments(source, parameter)]
@@ -211,13 +214,13 @@ def _per_rank(source: Source, call: ast.Call) -> list[Edit]:
     return [source.layout.replace(seed, f"{ast.unparse(seed)} + {rank}()")]
 
 
-def _sends_all_models(source: Source, seed: ast.Call) -> bool:
-    """Return whether all runs broadcast each model after the call ``seed``, so that equal seeds are not needed."""
+def _sends_all_models(source: Source, seeding: ast.Call) -> bool:
+    """Return whether all runs broadcast each model after the call ``seeding``, so that equal seeds are not needed."""
     guards, sent = Guards.of(source), set[str]()
     for call in source.hvd_calls("broadcast_parameters"):
         owner, scope = owner_of(first_argument(call, "params"), "state_dict", "named_parameters"), source.scope(call)
-        certain = guards.runs_whenever(call, seed if source.scope(seed) is scope else scope)
-        if owner is not None and call.lineno > seed.lineno and certain:
+        certain = guards.runs_whenever(call, seeding if source.scope(seeding) is scope else scope)
+        if owner is not None and call.lineno > seeding.lineno and certain:
             sent.add(ast.unparse(owner))
     return bool(sent) and all(any(are_related(source, made, one) for one in sent) for made in _made_models(source))
 

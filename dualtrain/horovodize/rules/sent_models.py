@@ -23,11 +23,11 @@ def owner_of(value: ast.expr | None, *methods: str) -> ast.Name | ast.Attribute 
     return None
 
 
-def sent_models(source: Source, at: ast.AST, model: ast.expr) -> Iterator[ast.expr | None]:
+def sent_models(source: Source, user: ast.AST, model: ast.expr) -> Iterator[ast.expr | None]:
     """Yield the models that the program gives to broadcast_parameters, or None for each use whose model is unknown.
 
-    The caller compares the names of these models with the name of ``model``, which the node ``at`` uses. So the model of a
-    call is known only if its name means the same variable in the call and in the node ``at``: the call is in the same
+    The caller compares the names of these models with the name of ``model``, which the node ``user`` uses. So the model of
+    a call is known only if its name means the same variable in the call and in the node ``user``: the call is in the same
     function or at module level, or both models are attributes of ``self`` in one class. It is also unknown if it is not
     certainly a new model (:func:`is_new_model`).
     """
@@ -41,18 +41,18 @@ def sent_models(source: Source, at: ast.AST, model: ast.expr) -> Iterator[ast.ex
             known = isinstance(call, ast.Call) and call.func is node and file.hvd(node) == "broadcast_parameters"
             given = first_argument(call, "params") if isinstance(call, ast.Call) and known else None
             sent = owner_of(given, "state_dict", "named_parameters")
-            certain = sent is not None and file is source and _are_comparable(source, sent, model, at)
+            certain = sent is not None and file is source and _are_comparable(source, sent, model, user)
             yield sent if certain and sent is not None and is_new_model(source, sent) else None
 
 
-def _are_comparable(source: Source, sent: ast.expr, model: ast.expr, at: ast.AST) -> bool:
-    """Return whether a comparison of names shows if ``sent`` and ``model``, which ``at`` uses, are the same variable."""
+def _are_comparable(source: Source, sent: ast.expr, model: ast.expr, user: ast.AST) -> bool:
+    """Return whether a comparison of names shows if ``sent`` and ``model``, which ``user`` uses, are the same variable."""
     if isinstance(sent, ast.Name) and isinstance(model, ast.Name):
         scope = source.scope(sent)
         local = any(isinstance(above, ast.Lambda) for above in source.above(sent))
-        return scope in (source.tree, source.scope(at)) and not local
+        return scope in (source.tree, source.scope(user)) and not local
     both = all(isinstance(one, ast.Attribute) and ast.unparse(one.value) == "self" for one in (sent, model))
-    classes = [next(source.around(node, ast.ClassDef), None) for node in (sent, at)]
+    classes = [next(source.around(node, ast.ClassDef), None) for node in (sent, user)]
     return both and classes[0] is classes[1] is not None
 
 

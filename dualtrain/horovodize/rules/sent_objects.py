@@ -32,7 +32,10 @@ def code_in_objects(source: Source) -> Iterator[Finding]:
 
 
 def _code_in(source: Source, value: ast.expr, classes: set[str], *, follow: bool = True) -> str | None:
-    """Return a description of code in ``value``, its elements or the values assigned to it; None if there is no code."""
+    """Return a description of code in ``value`` or its elements; None if there is none.
+
+    With ``follow``, the values that are assigned to a variable are searched, too.
+    """
     if isinstance(value, ast.Lambda):
         return "a lambda"
     if source.makes_schedule(value):

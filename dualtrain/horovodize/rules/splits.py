@@ -71,7 +71,10 @@ def shuffled_shards(source: Source) -> Iterator[Finding]:
 
 
 def _is_split_by_rank(source: Source, name: str, shuffle: ast.Call) -> bool:
-    """Return whether, after ``shuffle``, the same function takes a slice of ``name`` whose bounds contain the rank."""
+    """Return whether, after ``shuffle``, the same function takes a slice of ``name`` whose bounds contain the rank.
+
+    A slice of a variable that is assigned from ``name`` counts, too.
+    """
     guards, nodes = Guards.of(source), list(ast.walk(source.scope(shuffle)))
     later = [node for node in nodes if getattr(node, "lineno", 0) > shuffle.lineno]
     names = {name}
@@ -103,8 +106,8 @@ def shard_by_local_rank(source: Source) -> Iterator[Finding]:
         yield Finding(pair[0].lineno, "trap", message, edits)
 
 
-def _block(source: Source, start: ast.BinOp) -> tuple[ast.expr, ast.expr] | None:
-    """Return the rank and the size if ``start`` is ``rank * n``, and the value of ``n`` contains ``x // size``."""
+def _rank_and_size(source: Source, start: ast.BinOp) -> tuple[ast.expr, ast.expr] | None:
+    """Return the rank and the size if ``start`` is ``rank * n``, and the value of ``n`` contains ``x // size``, or None."""
     guards = Guards.of(source)
     for index, length in ((start.left, start.right), (start.right, start.left)):
         for value in source.possible_values(length) if guards.kinds.rank(index) else ():
@@ -123,9 +126,9 @@ _SHARD_COUNT = ("num_replicas", "world_size", "size", "shard_count", "num_shards
 
 
 def _shard(source: Source, node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
-    """Return the shard's number and the number of shards in ``data[number::shards]`` and similar expressions."""
+    """Return the shard's number and the number of shards in ``data[number::shards]`` and similar expressions, else None."""
     if isinstance(node, ast.Slice) and isinstance(node.lower, ast.BinOp) and isinstance(node.lower.op, ast.Mult):
-        return _block(source, node.lower)
+        return _rank_and_size(source, node.lower)
     if isinstance(node, ast.Slice):
         return (node.lower, node.step) if node.lower is not None and node.step is not None else None
     if not isinstance(node, ast.Call) or is_distributed_sampler(source, node):

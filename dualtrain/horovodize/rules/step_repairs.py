@@ -13,12 +13,16 @@ from dualtrain.horovodize.source import Function, Source
 
 
 def synchronize_before(source: Source, events: list[Event], number: int) -> list[Edit]:
-    """Insert synchronize() before event ``number``, and put the optimizer's next step into skip_synchronize().
+    """Return edits that insert synchronize() before event ``number`` and put the next step into skip_synchronize().
 
     A step that is in skip_synchronize() already stays there. An event without an optimizer, such as clipping, is for all
-    optimizers that step before the next backward pass. Return no edits if no step follows, if synchronize() follows, if an
-    optimizer is perhaps not wrapped, if a step has a closure, if other code may synchronize before a step in
-    skip_synchronize(), or if the code around the calls prevents an edit.
+    optimizers that step before the next backward pass. Return no edits in these cases:
+
+    - No step follows, or a step does not certainly follow.
+    - synchronize() follows, or the GradScaler has unscaled the gradients before.
+    - A step has a closure, or its optimizer is perhaps not wrapped.
+    - Other code may synchronize before a step in skip_synchronize().
+    - The code around the calls prevents an edit.
     """
     event = events[number]
     later = [event, *until_backward(events, number)]
@@ -55,7 +59,10 @@ def synchronize_before(source: Source, events: list[Event], number: int) -> list
 
 
 def skip_around(source: Source, step: Event) -> list[Edit]:
-    """Put the statement of a step into ``with optimizer.skip_synchronize():``."""
+    """Return edits that put the statement of a step into ``with optimizer.skip_synchronize():``.
+
+    Return no edits if the step has a closure or is part of a longer statement, or if the optimizer is perhaps not wrapped.
+    """
     if step.owner is None or _has_closure(step) or not can_synchronize(source, step):
         return []
     statement = source.statement(step.node)
@@ -64,7 +71,10 @@ def skip_around(source: Source, step: Event) -> list[Edit]:
 
 
 def synchronize_outside(source: Source, step: Event) -> list[Edit]:
-    """Insert synchronize() before the ``with optimizer.skip_synchronize():`` that contains only ``step``."""
+    """Return edits that insert synchronize() before the ``with optimizer.skip_synchronize():`` that contains only ``step``.
+
+    Return no edits if there is no such block, if the step has a closure, or if the optimizer is perhaps not wrapped.
+    """
     block = source.parents[source.statement(step.node)]
     if not isinstance(block, ast.With) or len(block.body) > 1 or "skip_synchronize" not in ast.unparse(block.items[0]):
         return []

@@ -251,7 +251,7 @@ def skipped_reduction(source: Source) -> Iterator[Finding]:
             before = since_backward(source, events, number, strictly=True)
             if event.kind != "step" or before is None or not skips(source, event) or has(before, "synchronize"):
                 continue
-            # clip_before_synchronize reports a clip or a change.
+            # clip_before_synchronize reports a clip, change or update. Of several steps, only the first is reported.
             early = any(one.kind in ("clip", "change", "update", *STEPS) for one in before)
             averaged = _may_be_synchronized(source, events, number) or _may_be_averaged(source, events, number)
             if not early and not averaged and not may_synchronize_elsewhere(source, event):

@@ -46,7 +46,7 @@ def undefined_names(source: Source) -> Iterator[Finding]:
 
 
 def _unknown_globals(module: symtable.SymbolTable) -> set[str]:
-    """Return the global names that some scope reads and no scope binds."""
+    """Return the global names that some scope reads and no scope binds, except builtin names and those in ``_GIVEN``."""
     tables = [module]
     for table in tables:
         tables += table.get_children()

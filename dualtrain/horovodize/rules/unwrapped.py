@@ -121,8 +121,9 @@ def _is_certain(source: Source, wrap: ast.Call) -> bool:
 
 
 def _unused_wrappers(source: Source) -> Iterator[tuple[str, str, ast.Call]]:
-    """Yield each wrapper that nothing uses: its name, the original optimizer as text, and the call that wraps it.
+    """Yield the wrappers that nothing uses, each as (name, original optimizer as text, call that wraps it).
 
+    Only wrappers that every run with Horovod makes exactly once are yielded.
     Wrappers in a list or dictionary are not yielded, because any use of the list or dictionary may step them.
     """
     for name, wrap in source.wraps:
@@ -236,15 +237,15 @@ def never_wrapped(source: Source) -> Iterator[Finding]:
             yield Finding(made.lineno, "trap", message)
 
 
-def _is_broadcast_before(source: Source, made: ast.Call, steps: list[ast.Call]) -> bool:
-    """Return whether the model of the optimizer ``made`` is broadcast in the same function, and never after a step."""
-    parts = (node for value in given_values(made) for node in ast.walk(value) if isinstance(node, ast.expr))
+def _is_broadcast_before(source: Source, optimizer: ast.Call, steps: list[ast.Call]) -> bool:
+    """Return whether the model of the new ``optimizer`` is broadcast in the same function, and never after a step."""
+    parts = (node for value in given_values(optimizer) for node in ast.walk(value) if isinstance(node, ast.expr))
     models = [model for part in parts if (model := owner_of(part, "parameters", "named_parameters"))]
     sent = [
         one
         for model in models
-        for one in sent_models(source, made, model)
-        if one is not None and ast.unparse(one) == ast.unparse(model) and source.scope(one) is source.scope(made)
+        for one in sent_models(source, optimizer, model)
+        if one is not None and ast.unparse(one) == ast.unparse(model) and source.scope(one) is source.scope(optimizer)
     ]
     later = {node for step in steps for node in nodes_after(source, step)}
     repeated = any(isinstance(above, ast.For | ast.While) for one in sent for above in source.above(one))

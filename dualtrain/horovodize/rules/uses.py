@@ -120,8 +120,8 @@ def _name_of(source: Source, call: ast.Call) -> str:
     return ""
 
 
-def _has_key_for_training(source: Source, made: ast.DictComp) -> bool:
-    keys = (part for value in source.possible_values(made.generators[0].iter) for part in ast.walk(value))
+def _has_key_for_training(source: Source, comprehension: ast.DictComp) -> bool:
+    keys = (part for value in source.possible_values(comprehension.generators[0].iter) for part in ast.walk(value))
     return any(isinstance(key, ast.Constant) and "train" in str(key.value).lower() for key in keys)
 
 

@@ -109,7 +109,7 @@ def _gets_plain_optimizer(source: Source, call: ast.Call, optimizer: ast.expr) -
 
 
 def _may_be_wrapped_later(source: Source, call: ast.Call, optimizer: ast.expr) -> bool:
-    """Return whether nothing wraps ``optimizer`` before ``call``, and a function of the script may wrap it later."""
+    """Return whether no wrapper is assigned to ``optimizer``, and only other functions of the script make wrappers."""
     wraps = source.hvd_calls("DistributedOptimizer")
     earlier = [wrap for name, wrap in source.wraps if name == last_name(optimizer)]
     return bool(wraps) and not earlier and all(source.scope(wrap) is not source.scope(call) for wrap in wraps)
@@ -149,8 +149,9 @@ def _is_zero(source: Source, decay: ast.expr | None) -> bool:
 def _is_unchanged(source: Source, optimizer: ast.expr, call: ast.Call, depth: int = 0) -> bool:
     """Return whether a step with gradients of zeros certainly has no effect on the training with ``optimizer``.
 
-    True for SGD that certainly has no weight decay and no dampening, which torch leaves out in a first step. True also for
-    Adagrad, which Horovod does not step because it has a state from the start.
+    True for SGD that certainly has no weight decay and no dampening. (torch applies dampening from an optimizer's second
+    step on, so an extra step has an effect.) True also for Adagrad, which Horovod does not step because it has a state
+    from the start.
     """
     if not isinstance(optimizer, ast.Call):
         text = ast.unparse(optimizer)
