@@ -50,7 +50,7 @@ LIBRARIES = ("horovod.torch", "dualtrain.hvd")
 
 
 class Record:
-    """The file of one rank: a JSON object on each line."""
+    """The file of one rank: a JSON object on each line. The constructor raises FileExistsError if the file exists."""
 
     def __init__(self, folder: str, rank: int) -> None:
         os.makedirs(folder, exist_ok=True)
@@ -95,7 +95,10 @@ class Recorder:
         self._world_written = False  # whether rank, size and versions are written
 
     def patch(self, library: Any) -> None:
-        """Replace ``DistributedOptimizer``, ``join`` and ``broadcast_parameters`` of ``library`` by recording wrappers."""
+        """Replace ``DistributedOptimizer``, ``join`` and ``broadcast_parameters`` of ``library`` by recording wrappers.
+
+        Do nothing if they have been replaced before.
+        """
         original = library.DistributedOptimizer
         if hasattr(original, "recorded"):
             return

@@ -22,7 +22,7 @@ class Program(NamedTuple):
     main: ModuleType
 
     def run(self) -> None:
-        """Run the code. Tracebacks of its exceptions start in the program, without the frames of this package."""
+        """Run the code. If it fails, the traceback that python prints starts in the program, not in this package."""
         sys.modules["__main__"] = self.main  # pickle and multiprocessing look up the script's functions there
         try:
             exec(self.code, self.main.__dict__)

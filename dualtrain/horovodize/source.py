@@ -58,7 +58,8 @@ class Source:
         self._bindings = Bindings(self.nodes, self.parents, self._imports_of)
         self._full_names: dict[ast.AST, str] = {}
         self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
-        #: Names of the program's variables that hold an hvd.DistributedOptimizer: ``optimizer`` for ``self.optimizer``.
+        #: Names of the variables that hold an hvd.DistributedOptimizer: ``optimizer`` for ``self.optimizer``. These are the
+        #: variables of this file or, after ``make_program``, those of the program.
         self.wrapped = {name for name, _ in self.wraps}
         #: This file, and then the other files of the program.
         self.files = [self]

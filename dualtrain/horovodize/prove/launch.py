@@ -124,9 +124,9 @@ def require_horovod() -> None:
 
 
 def _launcher() -> str | None:
-    own = Path(sys.executable).parent
+    folder = Path(sys.executable).parent
     for name in ("horovodrun", "mpirun"):
-        found = str(own / name) if (own / name).exists() else shutil.which(name)
+        found = str(folder / name) if (folder / name).exists() else shutil.which(name)
         if found is not None:
             return found
     return None

@@ -1,8 +1,8 @@
 """Number of steps that each run of ``--prove`` takes: pure functions of what is known after the first runs.
 
 The first run of each side takes all steps. With up to 3 rounds, all runs together take less than three times the steps of
-one run, or less than 150 steps if that is more. They take more in two cases: the weights differ only at the end or in the
-last tenth of the steps; or dualtrain reproduced defects of Horovod, and must also run in full without these defects.
+one run, or less than 150 steps if that is more. They may take more in two cases: the weights differ only in the last steps
+or at the end; or dualtrain reproduced defects of Horovod, so that it also runs without these defects.
 """
 
 from __future__ import annotations

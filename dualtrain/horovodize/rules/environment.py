@@ -268,7 +268,7 @@ def elastic_ray(source: Source) -> Iterator[Finding]:
 
 
 def elastic_run(source: Source) -> Iterator[Finding]:
-    """Elastic training."""
+    """Elastic training: one finding for all uses."""
     for node in source.nodes:
         if source.hvd(node) == "elastic.run" and isinstance(node, ast.Attribute | ast.Name):
             message = (

@@ -180,7 +180,7 @@ def _without_str(value: ast.expr) -> ast.expr:
 
 
 def use_after_shutdown(source: Source) -> Iterator[Finding]:
-    """Calls of rank() and similar functions after shutdown()."""
+    """Calls of rank() and similar functions after shutdown(); at most one finding for each shutdown()."""
     for shutdown in source.hvd_calls("shutdown"):
         for node in nodes_certainly_after(source, shutdown):
             if not isinstance(node, ast.Call):
@@ -195,7 +195,10 @@ def use_after_shutdown(source: Source) -> Iterator[Finding]:
 
 
 def use_before_init(source: Source) -> Iterator[Finding]:
-    """Calls of rank() and similar functions before init(), in the same block of code."""
+    """Calls of rank() and similar functions before init(), in the same block of code; at most one finding.
+
+    If this block is an ``if`` of the module, the module's statements before the ``if`` are checked, too.
+    """
     inits = source.hvd_calls("init")
     if len(inits) != 1 or Guards.of(source).is_conditional(inits[0]) or runs_on_driver(source, inits[0]):
         return

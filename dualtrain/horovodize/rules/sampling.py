@@ -185,7 +185,7 @@ def _set_epoch_of(source: Source, call: ast.Call) -> list[Edit]:
 def set_epoch(source: Source, sampler: str, assignment: ast.stmt) -> list[Edit]:
     """Return edits that call set_epoch in the loop over epochs.
 
-    Return no edits if there are several such loops, or if the loop does not train or cannot use the variable ``sampler``.
+    Return no edits if there is not exactly one such loop, or if it does not train or cannot use the variable ``sampler``.
     """
     loops = _epoch_loops(source)
     if len(loops) != 1 or not isinstance(loops[0].target, ast.Name) or not _may_train(source, loops[0], set()):

@@ -37,12 +37,12 @@ def clip_before_synchronize(source: Source) -> Iterator[Finding]:
                 continue
             later = [one for one in until_backward(events, number) if not source.exclusive(event.node, one.node)]
             if any(one.kind in STEPS for one in later) and not _may_be_averaged(source, events, number):
-                message = f"{_early(event)}; {_CURE}"
+                message = f"{_mistake(event)}; {_CURE}"
                 yield Finding(event.node.lineno, "trap", message, tuple(synchronize_before(source, events, number)))
 
 
-def _early(event: Event) -> str:
-    """Return the mistake of an event that comes before the gradients are averaged."""
+def _mistake(event: Event) -> str:
+    """Return a description of the mistake that ``event`` comes before the gradients are averaged."""
     if event.kind == "change":
         return "gradients are changed before they are averaged: the change may be lost, because param.grad is overwritten"
     if event.kind == "update":
@@ -175,9 +175,9 @@ def _may_be_averaged(source: Source, events: list[Event], number: int) -> bool:
 _LIBRARIES = ("dualtrain.", "horovod.", "torch.")
 
 
-def _is_of_another_optimizer(source: Source, clip: Event) -> bool:
-    """Return whether the first step after ``clip``, in its block or an outer one, is of an unwrapped optimizer."""
-    statement: ast.AST = source.statement(clip.node)
+def _is_of_another_optimizer(source: Source, event: Event) -> bool:
+    """Return whether the first step after ``event``, in its block or an outer one, is of an unwrapped optimizer."""
+    statement: ast.AST = source.statement(event.node)
     while not isinstance(statement, Scope) and isinstance(statement, ast.stmt):
         block = source.block(statement)
         later = block[block.index(statement) + 1 :]

@@ -67,8 +67,8 @@ def _is_random(source: Source, word: ast.keyword) -> bool:
 def _is_alternative(source: Source, call: ast.Call) -> bool:
     """Return whether runs with Horovod may use a different loader in place of ``call``.
 
-    That is so if a different branch makes a sampler, or a loader with a sampler. It is also so if the script makes a
-    DistributedSampler, and nothing calls the function around ``call``.
+    That is so if a different branch makes a DistributedSampler, or a loader with a sampler. It is also so if the script
+    makes a DistributedSampler, and nothing calls the function around ``call``.
     """
     for other in source.calls:
         samples = keyword(other, "sampler") is not None and last_name(other.func).endswith("DataLoader")
