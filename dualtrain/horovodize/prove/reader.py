@@ -135,10 +135,12 @@ def _read_weights(record: RankRecord, line: dict[str, Any]) -> None:
 
 
 def _read_state(record: RankRecord, line: dict[str, Any]) -> None:
-    record.state = [
+    found = [
         StateTensor(str(group), str(name), int(numel), Summary(str(a), float(b), [float(each) for each in c]))
         for group, name, numel, (a, b, c) in line["tensors"]
     ]
+    # A script may broadcast tensors in an order that differs between processes, such as that of a set.
+    record.state = sorted(found, key=lambda each: each[:3])
 
 
 def _read_end(record: RankRecord, line: dict[str, Any]) -> None:
