@@ -57,10 +57,10 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
     """Run ``body(arguments)`` in ``nproc`` new processes, and return the job's exit status.
 
     Blocks until the processes have exited. There is no time limit while all of them run, or while they stop after a first
-    stop signal (SIGTERM, SIGINT or SIGHUP). If a process fails, also after such a signal, or if a second signal arrives,
-    the remaining processes are ended within a few seconds. Each process is a rank of the launcher ``"spawn"``. Call this
-    in the main thread. A program other than dualtrain's own command line needs ``if __name__ == "__main__":`` around the
-    call, since every rank imports the program again.
+    stop signal (SIGTERM, SIGINT or SIGHUP). If a process fails, also after such a signal, or if a second signal arrives
+    later than ``REPEAT_SECONDS`` after the first, the remaining processes are ended within a few seconds. Each process is a
+    rank of the launcher ``"spawn"``. Call this in the main thread. A program other than dualtrain's own command line needs
+    ``if __name__ == "__main__":`` around the call, since every rank imports the program again.
 
     Args:
         body: a function at the top of a module; returns a process's exit status, or a key of ``TRANSIENT`` after an
@@ -89,11 +89,11 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
     with _signals() as inbox:
         for restart in range(1, restarts + 2):
             job, began = _Job(inbox, save=save), time.monotonic()
-            found = _run(job, body, arguments, nproc, name)
-            status = TRANSIENT.get(found, found)
-            if restart > restarts or not job.may_restart(found):
+            ranks_status = _run(job, body, arguments, nproc, name)
+            status = TRANSIENT.get(ranks_status, ranks_status)
+            if restart > restarts or not job.may_restart(ranks_status):
                 break
-            wait = _next_wait(wait, found, time.monotonic() - began)
+            wait = _next_wait(wait, ranks_status, time.monotonic() - began)
             when = f" in {wait:g} s" if wait else ""
             log.warning("the job has ended with status %d: restart %d of %d%s", status, restart, restarts, when)
             stopped_by, save = job.pause(wait)
@@ -126,7 +126,7 @@ def _run(job: _Job, body: Body, arguments: Sequence[str], nproc: int, name: str)
 
 
 class _Job:
-    """The processes of one job, which their parent starts, signals and waits for."""
+    """The processes of one start of the job, which their parent starts, signals and waits for."""
 
     def __init__(self, inbox: int, *, save: bool = False) -> None:
         self._inbox = inbox
@@ -138,7 +138,10 @@ class _Job:
         self._deadline: float | None = None  # when the next signal is sent
 
     def start(self, body: Body, arguments: Sequence[str], environments: Sequence[Mapping[str, str]]) -> None:
-        """Start one rank for each set of environment variables in ``environments``. Does not wait for the ranks."""
+        """Start one rank for each set of environment variables in ``environments``. Does not wait for the ranks.
+
+        After a stop signal or the failure of a rank, start no more ranks. Raises UserError if a rank cannot be started.
+        """
         from dualtrain.rendezvous.hosts import variables
 
         context = get_context("spawn")
@@ -216,7 +219,7 @@ class _Job:
             os.kill(process.pid, number)  # the pid is not reused: only reading exitcode reaps the process
 
     def _handle_signals(self, seconds: float | None) -> None:
-        """Handle the signals that were received, or that arrive within ``seconds``."""
+        """Wait for signals, for ``seconds`` at most (``None``: no limit); handle those received, and note failed ranks."""
         if select.select([self._inbox], [], [], seconds)[0]:
             for number in os.read(self._inbox, 1024):
                 self._handle(number)
@@ -239,6 +242,10 @@ class _Job:
         return {process.exitcode: rank for rank, process in enumerate(self._processes) if process.exitcode}
 
     def _note_failure(self) -> None:
+        """If a rank has failed, set the job's status and the deadline of the others, and print which rank was killed.
+
+        Blocks for ``REPORT_SECONDS`` at most.
+        """
         failed = self._failed()
         if self._stopped is not None and failed:
             self._note_stop(failed, self._stopped[0])
@@ -302,7 +309,7 @@ def _signals() -> Iterator[int]:
 
 
 def _rank(body: Body, arguments: list[str], parent: int, command: list[str]) -> None:
-    """Run ``body`` as a spawned rank; ``command`` is the parent's command line."""
+    """Run ``body`` as a spawned rank, and exit if its status is not 0; ``command`` is the parent's command line."""
     sys.orig_argv = command  # for the run's records: the command line of this process shows only multiprocessing
     signal_at_parents_end(signal.SIGKILL, parent)
     # Start a session: the rank then receives a Ctrl-C once, from the parent, and not from the terminal too.

@@ -44,9 +44,9 @@ class Placement:
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """Resources that Ray reserves: one bundle for each host, or for each rank if ``num_hosts`` is ``None``."""
-        each = self.num_workers // self.num_hosts if self.num_hosts else 1
-        bundle = {"CPU": self.cpus * each} | ({"GPU": self.gpus * each} if self.gpus else {})
+        """Resources that Ray reserves, unless it uses the current group: a bundle per host, or per rank without hosts."""
+        ranks = self.num_workers // self.num_hosts if self.num_hosts else 1
+        bundle = {"CPU": self.cpus * ranks} | ({"GPU": self.gpus * ranks} if self.gpus else {})
         return [dict(bundle) for _ in range(self.num_hosts or self.num_workers)]
 
     def bundle_of(self, rank: int) -> int:
@@ -67,7 +67,7 @@ def placement(
 
     Raises:
         UserError: both or neither of ``num_workers`` and ``num_hosts`` are given, the number of ranks is not a whole
-            number from 1, or ``gpus_per_worker`` is given without ``use_gpu``.
+            number from 1, or ``gpus_per_worker`` is neither ``None`` nor 0, without ``use_gpu``.
     """
     if (num_workers is None) == (num_hosts is None):
         raise UserError(

@@ -72,6 +72,7 @@ class Connection:
         Raises:
             UnauthenticatedError: the peer does not know the secret, or was refused.
             OSError: the connection ended or timed out.
+            Exception: whatever ``admit`` raises.
         """
         connection = cls(accepted, rank=-1, max_bytes=_HANDSHAKE_BYTES)
         nonce = secrets.token_hex(16)
@@ -97,7 +98,7 @@ class Connection:
 
     @classmethod
     def dial(
-        cls, address: tuple[str, int], rank: int, secret: str, timeout: float, about: Mapping[str, object] | None = None
+        cls, address: tuple[str, int], rank: int, secret: str, timeout: float, fields: Mapping[str, object] | None = None
     ) -> Connection:
         """Connect to ``address`` as ``rank`` and authenticate both ends. Blocks.
 
@@ -106,7 +107,7 @@ class Connection:
             rank: this process's rank.
             secret: known to all processes of the job.
             timeout: the longest wait, in seconds, of the connection attempt, and of each send and receive in the handshake.
-            about: further fields of the first message, for the other end's ``admit``.
+            fields: further fields of the first message, for the other end's ``admit``.
 
         Raises:
             UserError: the other end refuses this process; the message is the reason.
@@ -119,7 +120,7 @@ class Connection:
             connection = cls(connected, rank=0)
             challenge = connection.receive_one(time.monotonic() + timeout)
             facts = rank, str(challenge["nonce"]), secrets.token_hex(16), int(connected.getpeername()[1])
-            hello = {**(about or {}), "rank": rank, "nonce": facts[2], "proof": _proof(secret, "client", *facts)}
+            hello = {**(fields or {}), "rank": rank, "nonce": facts[2], "proof": _proof(secret, "client", *facts)}
             connected.settimeout(timeout)
             connection.send(hello)
             answer = dict(connection.receive_one(time.monotonic() + timeout))

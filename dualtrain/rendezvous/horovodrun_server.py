@@ -1,7 +1,7 @@
 """horovodrun's key-value server, through which ranks exchange values before they are connected.
 
 The server keeps its values until horovodrun ends. If horovodrun starts a shell, each rank may run several programs, one
-after another, at the same address. So the ranks of one program agree on a random name, and prefix their keys with it:
+after another, at the same address. So the ranks of one program agree on a random name, and prefix their later keys with it:
 
 1. Each rank but rank 0 writes a random number.
 2. Rank 0 writes the name as the answer to every number that it reads, even if an earlier program has written the number.
@@ -23,14 +23,14 @@ from dualtrain.launchers import World
 _PAUSE_SECONDS = 0.02  # between two requests for a value that is not set
 #: Opens a URL without a proxy: a proxy cannot reach the job's own server, and must not see its secret.
 _open = urllib.request.build_opener(urllib.request.ProxyHandler({})).open
-#: On rank 0: for each world, the ranks that have not confirmed the name, and the last number that was answered.
+#: On rank 0: for each world, the ranks that have not confirmed the name, each with its last number that was answered.
 _unconfirmed: dict[World, dict[int, str | None]] = {}
 #: On another rank: for each world, the name that this rank has confirmed.
 _confirmed: dict[World, str] = {}
 
 
-def server() -> str:
-    """Return the address of the server."""
+def server_address() -> str:
+    """Return the address of horovodrun's server: host:port."""
     return f"{os.environ['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{os.environ['HOROVOD_GLOO_RENDEZVOUS_PORT']}"
 
 
@@ -76,7 +76,7 @@ def _number(world: World) -> str:
 
 def put(world: World, key: str, value: str) -> None:
     """Set ``key``. Raises UserError if the server does not answer."""
-    request = urllib.request.Request(f"http://{server()}/dualtrain/{key}", value.encode(), method="PUT")
+    request = urllib.request.Request(f"http://{server_address()}/dualtrain/{key}", value.encode(), method="PUT")
     try:
         _open(request, timeout=30).close()
     except OSError as error:
@@ -90,7 +90,7 @@ def get(world: World, key: str, deadline: float = 0.0) -> str | None:
     """
     while True:
         try:
-            with _open(f"http://{server()}/dualtrain/{key}", timeout=30) as answer:
+            with _open(f"http://{server_address()}/dualtrain/{key}", timeout=30) as answer:
                 return str(answer.read().decode())
         except OSError as error:
             if not isinstance(error, urllib.error.HTTPError) or error.code != 404:
@@ -101,4 +101,5 @@ def get(world: World, key: str, deadline: float = 0.0) -> str | None:
 
 
 def _no_answer(world: World, error: OSError) -> UserError:
-    return UserError(f"horovodrun's server {server()} does not answer rank {world.rank} ({error}): check that it runs")
+    address = server_address()
+    return UserError(f"horovodrun's server {address} does not answer rank {world.rank} ({error}): check that it runs")

@@ -46,16 +46,16 @@ OVERRIDES = ("GLOO_SOCKET_IFNAME", "HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME")
 _SIOCGIFADDR = 0x8915
 
 
-def address(towards: str = "") -> str:
+def address(destination: str = "") -> str:
     """Return the IPv4 address at which other hosts reach this host. Sends nothing but DNS queries.
 
     Uses the first of these that is not a loopback address: the address of the interface that the user chose,
-    the address on the route to the host ``towards``, the address that this host's name resolves to, the address on the
+    the address on the route to ``destination`` (a host), the address that this host's name resolves to, the address on the
     default route, and the address of any interface. Without such an address, returns 127.0.0.1.
     """
     overrides = (os.environ.get(name, "").partition(",")[0].lstrip("=") for name in OVERRIDES)
     found = [ipv4(name) for name in overrides if name]
-    found += [_route(towards)] if towards else []
+    found += [_route(destination)] if destination else []
     found += [_resolved(socket.gethostname()), _route("192.0.2.1")]  # RFC 5737: no host has this address
     found += [ipv4(name) for _, name in socket.if_nameindex()]
     return next((each for each in found if each and not is_loopback(each)), "127.0.0.1")
@@ -97,9 +97,9 @@ def gloo_interface(world: World) -> str | None:
     return None
 
 
-def interface(own: str) -> str | None:
-    """Return the name of the network interface that has this address, or ``None``."""
-    return next((name for _, name in socket.if_nameindex() if ipv4(name) == own), None)
+def interface(ip: str) -> str | None:
+    """Return the name of the network interface that has this IPv4 address, or ``None``."""
+    return next((name for _, name in socket.if_nameindex() if ipv4(name) == ip), None)
 
 
 def ipv4(interface: str) -> str | None:
@@ -131,11 +131,11 @@ def _resolved(host: str) -> str:
         return "127.0.0.1"
 
 
-def _route(towards: str) -> str:
-    """Return this host's address on the route to ``towards``; ``connect`` of a UDP socket sends nothing."""
+def _route(destination: str) -> str:
+    """Return this host's address on the route to a host, or 127.0.0.1. ``connect`` of a UDP socket sends no packet."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:
         try:
-            unsent.connect((towards, 9))
+            unsent.connect((destination, 9))
         except OSError:
             return "127.0.0.1"
         return str(unsent.getsockname()[0])

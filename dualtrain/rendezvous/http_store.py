@@ -3,7 +3,8 @@
 Horovod's Gloo controller speaks plain HTTP: PUT /scope/key, GET /scope/key (404 until the key is set), DELETE
 /scope/rank when done. Horovod's own server (``RendezvousServer``) listens on every interface. When all ranks have left one
 scope, it forgets which ranks have left the other scopes, so a second start on the same server can hang.
-:class:`HttpStore` listens on one address, and serves one start of Horovod, or the making of one process set.
+:class:`HttpStore` listens on one address, and serves one start of Horovod, or the making of one process set. A DELETE
+removes nothing from it.
 
 Horovod sends no password, but its URLs begin with the value of HOROVOD_GLOO_RENDEZVOUS_ADDR. So this value contains a
 secret as a part of the path, in front of every key. A request without the secret is answered with status 403.
@@ -25,20 +26,21 @@ class _Handler(BaseHTTPRequestHandler):
     server: HttpStore
 
     def do_GET(self) -> None:
-        if self._is_authenticated():
+        if self._authenticate():
             value = self.server.values.get(self.path)
             self._answer(404 if value is None else 200, value or b"")
 
     def do_PUT(self) -> None:
-        if self._is_authenticated():
+        if self._authenticate():
             self.server.values[self.path] = self.rfile.read(int(self.headers["Content-Length"]))
             self._answer(200, b"")
 
     def do_DELETE(self) -> None:
-        if self._is_authenticated():
+        if self._authenticate():
             self._answer(200, b"")
 
-    def _is_authenticated(self) -> bool:
+    def _authenticate(self) -> bool:
+        """Return whether the request contains the secret. If not, answer it with status 403."""
         given = self.path.encode()[: len(self.server.beginning)]
         if hmac.compare_digest(given, self.server.beginning):
             return True

@@ -26,13 +26,13 @@ _TCP = re.compile(r".*;tcp4://(?P<host>[^;:/]+):(?P<port>[0-9]{1,5})")
 
 
 def refuse_left_over(world: World, env: Mapping[str, str]) -> None:
-    """Check that an MPI launcher has started this process, and still runs. Call it before MPI starts.
+    """Check that an MPI launcher has started this process, and that ``mpirun`` still runs. Call this before MPI starts.
 
-    Does nothing for other launchers.
+    Does nothing for other launchers. Blocks for 5 s at most per address of ``mpirun``.
 
     Raises:
-        UserError: ``env`` has addresses of the launcher, and all of them refuse connections; or the world has several
-            processes, and ``env`` has no variable by which MPI finds the others.
+        UserError: the world has several processes, and ``env`` has no variable by which MPI finds the others; or under
+            ``mpirun``, ``env`` has IPv4 addresses of the launcher, and all of them refuse connections.
     """
     if world.launcher.startswith("mpi") and world.size > 1 and not any(map(_LAUNCHED.fullmatch, env)):
         raise UserError(

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from dualtrain.errors import UserError
 from dualtrain.launchers import World
 from dualtrain.processes import start_thread
-from dualtrain.rendezvous.horovodrun_server import agree_on_prefix, get, put, server
+from dualtrain.rendezvous.horovodrun_server import agree_on_prefix, get, put, server_address
 from dualtrain.rendezvous.hosts import address, identity, is_loopback
 from dualtrain.rendezvous.left_over import refuse_left_over
 from dualtrain.rendezvous.store import Store, StoreServer, dial, listen, serve
@@ -39,11 +39,12 @@ _initialized: list[Any] = []
 def meeting_point(world: World, timeout: float) -> World:
     """Return ``world`` with the address and secret of its store, if the launcher offers a way to exchange them.
 
-    Collective and blocking if the launcher has given no address.
+    Return ``world`` unchanged if it has an address or a name, if it has one process, or with other launchers. Otherwise
+    collective and blocking.
 
     Raises:
-        UserError: mpi4py is missing or was built for another MPI, a rank did not join in time, mpirun has ended, or
-            horovodrun's server does not answer.
+        UserError: mpi4py is missing or was built for another MPI, a rank did not join in time, mpirun has ended or has not
+            started this process, or horovodrun's server does not answer.
     """
     if world.rendezvous is not None or world.size == 1 or world.name:
         return world
@@ -59,8 +60,8 @@ def meeting_point(world: World, timeout: float) -> World:
 def join(world: World, timeout: float) -> Store:
     """Join the job's store at ``world``'s rendezvous. A second call for the same store returns the first connection.
 
-    Blocks while it connects: failed attempts are repeated for ``timeout`` seconds at most. Does not block on a rank 0 that
-    serves the store.
+    Blocks while it connects: failed attempts are repeated for ``timeout`` seconds at most. If rank 0 serves the store, the
+    call does not block on rank 0.
 
     Raises:
         UserError: the store cannot be reached, or rank 0 cannot serve it.
@@ -114,30 +115,30 @@ def _serve(world: World, host: str, port: int) -> StoreServer:
 
 def world_of(comm: Any, world: World) -> World:
     """Return the world of an mpi4py communicator's processes. Collective over the communicator; blocks."""
-    found = replace(world, rank=comm.Get_rank(), size=comm.Get_size(), name=f"comm{comm.Get_size()}")
-    if found.size == 1:
-        return replace(found, name="")
-    rendezvous, secret = _share(found, comm.bcast, comm.allgather)
-    return replace(found, rendezvous=rendezvous, secret=secret)
+    result = replace(world, rank=comm.Get_rank(), size=comm.Get_size(), name=f"comm{comm.Get_size()}")
+    if result.size == 1:
+        return replace(result, name="")
+    rendezvous, secret = _share(result, comm.bcast, comm.allgather)
+    return replace(result, rendezvous=rendezvous, secret=secret)
 
 
-def parts_of(comm: Any, world: Any = None) -> tuple[list[int], list[list[int]]]:
-    """Return the ranks in ``world`` of ``comm``'s processes, and the different lists that the processes of ``world`` get.
+def parts_of(comm: Any, parent: Any = None) -> tuple[list[int], list[list[int]]]:
+    """Return the ranks in ``parent`` of ``comm``'s processes, and the different lists that ``parent``'s processes get.
 
-    Both arguments are mpi4py communicators. ``world`` is ``MPI.COMM_WORLD`` by default. Collective over ``world``; blocks.
+    Both are mpi4py communicators. ``parent`` is ``MPI.COMM_WORLD`` by default. Collective over ``parent``; blocks.
 
     Raises:
         ValueError: on every rank, if ``comm`` is no valid communicator on some ranks, such as ``MPI.COMM_NULL``.
     """
-    if world is None:
+    if parent is None:
         from mpi4py import MPI
 
-        world = MPI.COMM_WORLD
+        parent = MPI.COMM_WORLD
     try:
-        mine = sorted(comm.allgather(world.Get_rank()))
+        mine = sorted(comm.allgather(parent.Get_rank()))
     except Exception:  # mpi4py raises errors of several types
         mine = []
-    of_ranks = world.allgather(mine)
+    of_ranks = parent.allgather(mine)
     if [] in of_ranks:
         raise ValueError(
             f"the communicator of a process set is not valid on rank {of_ranks.index([])}: give every rank a communicator, "
@@ -194,6 +195,7 @@ def within(timeout: float, call: Callable[[], Result], what: str) -> Result:
 
     Raises:
         UserError: the call took longer; it continues in a daemon thread.
+        Exception: whatever ``call`` raises in this time.
     """
     ended: Future[Result] = Future()
 
@@ -266,10 +268,10 @@ def names_by_server(world: World, timeout: float, name: str) -> list[str]:
     """
     if world.launcher != "horovodrun --gloo" or world.name or world.size == 1 or os.environ.get("HOROVOD_ELASTIC") == "1":
         return []
-    if server() in _COMPARED:
+    if server_address() in _COMPARED:
         return []
     names = _exchange_by_server(world, timeout, "backend", name)
-    _COMPARED.add(server())
+    _COMPARED.add(server_address())
     if len(set(names)) > 1:
         with suppress(UserError):
             _exchange_by_server(world, _REFUSAL_SECONDS, "refused", "-")

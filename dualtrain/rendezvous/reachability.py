@@ -24,7 +24,7 @@ def check_all_reachable(
     take: Callable[[str], str],
     obstacle: str | None,
 ) -> None:
-    """Connect one rank of each host to one rank of every other host. Collective; blocks; does nothing on one host.
+    """Connect one rank of each host to one rank of every other host. Collective; blocks. Does nothing if there is one host.
 
     Args:
         world: this process's rank and size.
@@ -49,9 +49,9 @@ def check_all_reachable(
     with _listen(listening_address(world), len(leaders)) as server:
         put(f"reach/at/{world.rank}", f"{server.getsockname()[0]} {server.getsockname()[1]}")
         tries = (_try_to_reach(world.rank, other, take) for other in leaders if other != world.rank)
-        own = obstacle or next(filter(None, tries), "")  # stop at the first failure
-        put(f"reach/result/{world.rank}", own)
-        _raise_first_failure(leaders, take, own)  # the server stays open until all have tried
+        own_failure = obstacle or next(filter(None, tries), "")  # stop at the first failure
+        put(f"reach/result/{world.rank}", own_failure)
+        _raise_first_failure(leaders, take, own_failure)  # the server stays open until all have tried
 
 
 def _listen(host: str, backlog: int) -> socket.socket:
@@ -79,12 +79,13 @@ def _try_to_reach(rank: int, other: int, take: Callable[[str], str]) -> str | No
     return None
 
 
-def _raise_first_failure(leaders: Sequence[int], take: Callable[[str], str], own: str = "") -> None:
+def _raise_first_failure(leaders: Sequence[int], take: Callable[[str], str], own_failure: str = "") -> None:
+    """Wait for the results of all hosts. Raise UserError with the first failure, if a host has one."""
     try:
         results = [take(f"reach/result/{leader}") for leader in leaders]
     except UserError as error:  # the store is gone: rank 0, which serves it, has read all results and has exited
-        if own:
-            raise UserError(own) from error
+        if own_failure:
+            raise UserError(own_failure) from error
         raise
     except RuntimeError as error:
         raise UserError(

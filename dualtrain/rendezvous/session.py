@@ -2,7 +2,7 @@
 
 torchrun's agents keep their store when they restart the workers, with all keys of the attempt that failed. Restart counts
 cannot identify an attempt, since each agent counts its own restarts. So the ranks agree on a random name, and prefix all of
-their keys with it:
+their later keys with it:
 
 1. Each rank but rank 0 writes a random number.
 2. Rank 0 draws the name, and writes it as the answer to every number that it reads.
@@ -48,7 +48,7 @@ def agree_on_session(store: KeyValueStore, rank: int, size: int, limit: tuple[fl
     number = secrets.token_hex(16)
     session = ""
 
-    def joined() -> bool:
+    def try_to_join() -> bool:
         nonlocal session
         if store.check([f"answer/{rank}/{number}"]):
             # The answer changes if a later process answers as rank 0. Only one of the names will be marked as complete.
@@ -61,12 +61,12 @@ def agree_on_session(store: KeyValueStore, rank: int, size: int, limit: tuple[fl
             store.set(f"come/{rank}", f"{number} {size}")
         return bool(session) and store.check([f"complete/{session}"])
 
-    def missing() -> str:
+    def describe_missing() -> str:
         others = range(1, size) if session else ()  # without an answer of rank 0, the other ranks' progress is unknown
         late = next((other for other in others if not store.check([f"joined/{session}/{other}"])), None)
         return f"rank 0 of {size} did not answer rank {rank}" if late is None else f"rank {late} of {size} did not join"
 
-    _await(joined, limit, missing)
+    _await(try_to_join, limit, describe_missing)
     return session
 
 
@@ -75,7 +75,7 @@ def _lead(store: KeyValueStore, size: int, limit: tuple[float, float]) -> str:
     session, turn = secrets.token_hex(16), store.add("rank 0", 1)
     missing, answered = list(range(1, size)), dict[int, str]()
 
-    def complete() -> bool:
+    def try_to_complete() -> bool:
         if store.add("rank 0", 0) != turn:
             raise UserError(f"another process is rank 0 of {size} now: {_OLDER}")
         for rank in list(missing):
@@ -88,7 +88,7 @@ def _lead(store: KeyValueStore, size: int, limit: tuple[float, float]) -> str:
                 missing.remove(rank)
         return not missing
 
-    _await(complete, limit, lambda: f"rank {missing[0]} of {size} did not join")
+    _await(try_to_complete, limit, lambda: f"rank {missing[0]} of {size} did not join")
     store.set(f"complete/{session}", "")
     return session
 

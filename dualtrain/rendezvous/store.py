@@ -77,7 +77,10 @@ class StoreServer:
         start_thread(self._accept, "dualtrain-store")
 
     def join(self, rank: int, world: str, process: str, who: str, size: int) -> str | None:
-        """Register a process; return why it is refused, or ``None``. A process that got no answer may join again."""
+        """Register a process; return why it is refused, or ``None``. A process that got no answer may join again.
+
+        If two processes have one rank, or the world sizes differ, all waiting and later calls fail too.
+        """
         with self._changed:
             first, first_who = self._sizes.setdefault(world, (size, f"rank {rank}, {who}"))
             if first != size:
@@ -160,28 +163,28 @@ class StoreServer:
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._listening.accept()
+                accepted, _ = self._listening.accept()
             except OSError:
                 if self._closed:
                     return
                 time.sleep(0.05)  # probably too many open files: try again after unauthenticated peers are disconnected
                 continue
             with self._changed:
-                accepted = self._handshakes < _UNAUTHENTICATED + self._size
-                self._handshakes += accepted
-                self._connected += accepted
-            if not accepted:
-                connection.close()
+                has_room = self._handshakes < _UNAUTHENTICATED + self._size
+                self._handshakes += has_room
+                self._connected += has_room
+            if not has_room:
+                accepted.close()
                 continue
             # Each connection has its own thread, so that a peer which sends nothing does not delay the others.
             try:
-                start_thread(self._serve, "dualtrain-store", (connection,))
+                start_thread(self._serve, "dualtrain-store", (accepted,))
             except UserError as error:
                 with self._changed:
                     self._handshakes -= 1
                     self._connected -= 1
                     self._break(f"rank 0's store cannot serve another process: {error}")
-                connection.close()
+                accepted.close()
 
     def _serve(self, accepted: socket.socket) -> None:
         try:
@@ -279,7 +282,7 @@ def store_for_children(size: int) -> Iterator[tuple[tuple[str, int], str]]:
 
 
 def listen(host: str, ports: Sequence[int], backlog: int) -> socket.socket:
-    """Listen on the first free port of ``ports`` (0 means any port) at ``host``. Raises OSError if none is free."""
+    """Listen on the first free port of ``ports`` (0 means any port) at ``host``. Raises OSError if it can use none."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     family, _, _, _, where = min(found, key=lambda each: each[0] != socket.AF_INET)
     for port in ports:
@@ -303,14 +306,14 @@ def dial(
         UserError: this job's server does not listen at any of the ports, or it refuses this rank.
     """
     deadline = time.monotonic() + timeout
-    about = {"world": world, "size": size, "process": _process(), "who": _who()}
+    fields = {"world": world, "size": size, "process": _process(), "who": _who()}
     pause = 0.01
     while True:
         reasons, final = [], False
         for port in ports:
             try:
                 seconds = min(_DIAL_SECONDS, max(0.1, deadline - time.monotonic()))
-                connection = Connection.dial((host, port), rank, secret, seconds, about)
+                connection = Connection.dial((host, port), rank, secret, seconds, fields)
                 connection.socket.settimeout(None)
                 return StoreClient(connection)
             except UserError:

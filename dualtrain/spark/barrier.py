@@ -57,7 +57,7 @@ def run(
 
     The arguments are the same as for ``horovod.spark.run``. dualtrain must be installed on Spark's workers. In ``fn``,
     ``import horovod.torch as hvd`` loads ``dualtrain.hvd``. If a task fails, Spark ends the other tasks; on a cluster,
-    Spark may start all tasks again (``spark.stage.maxConsecutiveAttempts``).
+    Spark may start all tasks again (``spark.stage.maxConsecutiveAttempts``). Blocks until the Spark job has ended.
 
     Args:
         fn: a function that cloudpickle can pickle.
@@ -76,6 +76,7 @@ def run(
         RankFailedError: the function failed on a rank, or a rank's process ended unexpectedly.
         UserError: an argument is wrong, DUALTRAIN_BACKEND is ``horovod``, there is no SparkContext, Spark did not start the
             tasks in time, or the function cannot be pickled.
+        Exception: Spark's own error, if the Spark job failed for another reason.
     """
     if stdout is not None or stderr is not None:
         raise UserError(
@@ -158,7 +159,10 @@ class _Job:
         self._ended: Future[list[bytes]] = Future()
 
     def results(self, start_timeout: float) -> list[bytes]:
-        """Return the tasks' results by rank. Blocks until all tasks have ended."""
+        """Return the tasks' results by rank. Blocks until all tasks have ended.
+
+        On an error, cancel the Spark job. The errors are those of :func:`run`, and KeyboardInterrupt.
+        """
         thread = InheritableThread(target=self._collect, name=self._group, daemon=True)
         thread.start()
         deadline: float | None = time.monotonic() + start_timeout
