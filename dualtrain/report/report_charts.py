@@ -46,7 +46,7 @@ PANELS = (
 
 
 def charts(runs: Sequence[Run]) -> str:
-    """Return the legend and all charts as HTML."""
+    """Return all charts as HTML, below a legend if there are several runs."""
     figures = "\n".join(_figure(panel, runs) for panel in PANELS)
     return (
         f"{_legend(runs)}\n"
@@ -69,7 +69,7 @@ def _legend(runs: Sequence[Run]) -> str:
 
 @dataclass(frozen=True)
 class _Curve:
-    run: int
+    run_number: int
     kind: str
     points: Points
     left_out: int
@@ -100,14 +100,14 @@ def _group(number: int, runs: Sequence[Run], drawn: Sequence[_Curve]) -> str:
     """Return the curves of one run."""
     run = runs[number]
     names = f'class="{run.color}" data-run="{number}" data-label="{text(run.label)}"'
-    paths = (path for curve in drawn if curve.run == number for path in _paths(curve, _wider(curve, drawn)))
+    paths = (path for curve in drawn if curve.run_number == number for path in _paths(curve, drawn))
     return f"<g {names}>{''.join(paths)}</g>"
 
 
-def _wider(curve: _Curve, drawn: Sequence[_Curve]) -> float:
+def _extra_width(curve: _Curve, drawn: Sequence[_Curve]) -> float:
     """Return the additional width of a curve in pixels: later curves with the same points must not hide it."""
-    equal = [other.run for other in drawn if (other.kind, other.points) == (curve.kind, curve.points)]
-    above = sum(run > curve.run for run in equal)
+    equal = [other.run_number for other in drawn if (other.kind, other.points) == (curve.kind, curve.points)]
+    above = sum(number > curve.run_number for number in equal)
     return min(3.0, WIDER / max(1, len(equal) - 1)) * above
 
 
@@ -125,14 +125,15 @@ def _kinds(panel: Panel, used: set[str]) -> str:
     return f'<span class="kinds" role="group" aria-label="Kinds of curves">{"".join(buttons)}</span>'
 
 
-def _paths(curve: _Curve, wider: float) -> Iterator[str]:
+def _paths(curve: _Curve, drawn: Sequence[_Curve]) -> Iterator[str]:
     """Yield the line of a curve. If it has one point, or few points that are not logged steps, also yield dots.
 
     In SVG, y grows downward: negate the values.
     """
     places = [f"{step:.9g},{-value:.6g}" for step, value in curve.points]
     style = KINDS[curve.kind]
-    width = f' style="--wider:{wider:.2g}px"' if wider else ""
+    extra = _extra_width(curve, drawn)
+    width = f' style="--wider:{extra:.2g}px"' if extra else ""
     yield f'<path class="line {style}"{width} data-kind="{style}" data-name="{curve.kind}" d="M{" ".join(places)}"/>'
     if len(places) == 1 or (curve.kind != STEP and len(places) <= MOST_DOTS):
         # A line of length 0 looks like a dot, because only its line caps are drawn. Scaling does not change their shape.
@@ -156,13 +157,13 @@ def thinned(points: Points) -> Points:
     kept = [points[0]]
     for part in range(parts):
         piece = inner[part * len(inner) // parts : (part + 1) * len(inner) // parts]
-        low, high = (choose(range(len(piece)), key=lambda at: piece[at][1]) for choose in (min, max))
-        kept += [piece[at] for at in sorted({low, high})]
+        low_at, high_at = (choose(range(len(piece)), key=lambda at: piece[at][1]) for choose in (min, max))
+        kept += [piece[at] for at in sorted({low_at, high_at})]
     return [*kept, points[-1]]
 
 
 def _left_out(curves: Sequence[_Curve], runs: Sequence[Run]) -> str:
     """Return a note about the values that are not drawn, if any."""
-    found = {run.label: sum(curve.left_out for curve in curves if curve.run == number) for number, run in enumerate(runs)}
-    parts = [f"{count} of {text(label)}" for label, count in found.items() if count]
+    counts = [sum(curve.left_out for curve in curves if curve.run_number == number) for number in range(len(runs))]
+    parts = [f"{count} of {text(run.label)}" for run, count in zip(runs, counts, strict=True) if count]
     return f'<p class="hint">Values not drawn (too large or not a finite number): {", ".join(parts)}.</p>' if parts else ""

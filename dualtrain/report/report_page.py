@@ -66,10 +66,10 @@ def _folded(number: int, run: Run) -> str:
     return "\n".join([f'<details id="run-{number}">{head}', *_about(run), "</details>"])
 
 
-def _table(found: Table, *, short: bool = False) -> str:
+def _table(data: Table, *, short: bool = False) -> str:
     def cell(row: int, column: int, content: str) -> str:
-        run = found.names.get((row, column))
+        run = data.names.get((row, column))
         return f'<i class="{run.color}"></i>{text(content)}' if run else text(content)
 
-    head, *rows = [[cell(row, column, each) for column, each in enumerate(cells)] for row, cells in enumerate(found.rows)]
+    head, *rows = [[cell(row, column, each) for column, each in enumerate(cells)] for row, cells in enumerate(data.rows)]
     return table(head, rows, short=short)

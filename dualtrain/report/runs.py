@@ -145,7 +145,10 @@ def _failure(folder: Path) -> str:
 
 
 def _read_metrics(folder: Path, require_metrics: bool) -> tuple[list[dict[str, Any]], int]:
-    """Return the lines of metrics.jsonl, and the number of lines that cannot be read."""
+    """Return the lines of metrics.jsonl, and the number of lines that cannot be read.
+
+    With ``require_metrics``, raises UserError if the folder holds no run.
+    """
     try:
         text = read_text(folder / "metrics.jsonl", errors="replace")
     except OSError as error:
@@ -193,7 +196,10 @@ def results(runs: Sequence[Run]) -> Table:
 
 
 def differing_settings(runs: Sequence[Run]) -> Table | None:
-    """Return a row for each setting that differs between the runs with a config.json; ``None`` if none differs."""
+    """Return a table of the settings and ``COMPARED`` facts that differ between the runs with a config.json.
+
+    Return ``None`` if none differs. The run's folder, which always differs, is left out.
+    """
     known = [run for run in runs if run.config]
     facts = [{**run.config, **{name: run.origin[name] for name in COMPARED if name in run.origin}} for run in known]
     names = [name for name in dict.fromkeys(name for one in facts for name in one) if name != "run_dir"]
@@ -204,7 +210,7 @@ def differing_settings(runs: Sequence[Run]) -> Table | None:
 
 
 def recoveries(runs: Sequence[Run]) -> Table | None:
-    """Return a row for each failure after which a run continued; ``None`` if there was none."""
+    """Return a table with a row for each failure after which a run continued; ``None`` if there was none."""
     rows, names = [["run", *(title for title, _ in RECOVERY.values())]], {}
     for run in runs:
         for one in run.recoveries:

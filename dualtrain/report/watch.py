@@ -77,7 +77,7 @@ class ReportServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}{self.path}"
 
     def version(self) -> str:
-        """Return an ETag that changes when a file of a run changes."""
+        """Return an ETag that changes when one of the ``_FILES`` of a run changes."""
         found = [_state(path) for path in self._files]
         return f'"{hashlib.sha256(repr(found).encode()).hexdigest()[:32]}"'
 

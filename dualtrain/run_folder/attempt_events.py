@@ -99,7 +99,10 @@ class Recovery:
 
 
 def read_events(folder: Path) -> list[Event]:
-    """Read the events of a run's folder, in order; skip lines that are not events. Raises OSError."""
+    """Read the events of a run's folder, in order; skip lines that are not events. Raises OSError.
+
+    If the file does not exist, there are no events.
+    """
     try:
         text = read_text(folder / NAME, errors="replace")
     except FileNotFoundError:
@@ -135,7 +138,7 @@ def lines(events: Sequence[Event]) -> bytes:
 
 
 def new_death(folder: Path, events: Sequence[Event]) -> Death | None:
-    """Return the death of the newest attempt.
+    """Return the death of the newest attempt. If no failure is recorded, its cause is ``UNKNOWN``, or it still runs.
 
     Return ``None`` if there was no attempt, if the run has ended, or if ``events`` include this death already.
     """

@@ -114,8 +114,9 @@ class Attempt:
     def step(self, step: int) -> list[str]:
         """Record a completed step. Rank 0 alone writes it to the folder.
 
-        The first call on rank 0 returns one log line for each death from which the run has now recovered. If no step was
-        left to train, call this with the last completed step at the end of the run.
+        The first call on rank 0 also records the recoveries, and returns one log line for each death from which the run has
+        now recovered. All other calls return an empty list. If no step was left to train, call this with the last completed
+        step at the end of the run.
         """
         self._step, start = step, self._step
         if self._last is not None:

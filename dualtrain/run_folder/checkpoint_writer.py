@@ -1,6 +1,7 @@
 """Write checkpoints in a thread of rank 0. The training loop waits while tensors are copied, not while they are written.
 
-Checkpoints are written one at a time and in order. A write that fails leaves the earlier files intact, and is reported.
+Checkpoints are written one at a time and in order, so a save also waits for the end of an earlier write. A write that fails
+leaves the earlier files intact, and is reported.
 """
 
 from __future__ import annotations

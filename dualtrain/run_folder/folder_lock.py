@@ -79,9 +79,9 @@ class FolderLock:
         """
         wait = _Wait(folder, limit, waits)
         while self._descriptor is None:
-            self._try(folder, wait)
+            self._try_to_take(folder, wait)
 
-    def _try(self, folder: Path, wait: _Wait) -> None:
+    def _try_to_take(self, folder: Path, wait: _Wait) -> None:
         """Wait until the newest generation's process has left; make the next generation, unless another is faster."""
         number = generation.newest(folder)
         before = wait.await_end(number) if number else None
@@ -140,20 +140,20 @@ class FolderLock:
         """Return whether another process is known to have made a newer generation; checked every ``RENEW_SECONDS``."""
         return self._superseded.is_set()
 
-    def release(self, after: threading.Thread | None = None) -> None:
+    def release(self, writer: threading.Thread | None = None) -> None:
         """Unlock the folder, if any. Does not block.
 
-        While the thread ``after`` runs, it may write into the folder: a new thread then waits for its end, and unlocks.
+        While the thread ``writer`` runs, it may write into the folder: a new thread then waits for its end, and unlocks.
         """
         if self._released:
             return
         self._released = True
-        if after is None or not after.is_alive():
+        if writer is None or not writer.is_alive():
             self._leave()
             return
 
         def leave() -> None:
-            after.join()
+            writer.join()
             self._leave()
 
         threading.Thread(target=leave, name="dualtrain-unlock", daemon=True).start()
@@ -166,7 +166,7 @@ class FolderLock:
             self.forget()
 
     def forget(self) -> None:
-        """Close the file. In a forked child process, this leaves the parent's lock in place."""
+        """Close the file, which unlocks it. In a forked child process, the parent's lock stays in place."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -240,6 +240,7 @@ class _Wait:
         return self._has_ended_here(seen) if _is_here(seen) else self._has_ended_elsewhere(seen)
 
     def _has_ended_here(self, seen: Seen) -> bool:
+        """Do the same as :meth:`_has_left`, for a process on this host."""
         if not seen.locked:
             return True
         seconds = min(WAIT_SECONDS, self._limit) if self._waits else 0.0
@@ -249,6 +250,7 @@ class _Wait:
         return False
 
     def _has_ended_elsewhere(self, seen: Seen) -> bool:
+        """Do the same as :meth:`_has_left`, for a process that may be on a different host."""
         now, seconds = time.monotonic(), RENEWALS * RENEW_SECONDS
         if self._last and seen.content != self._last:
             self._renewals, self._changed = self._renewals + 1, now

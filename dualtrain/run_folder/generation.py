@@ -104,7 +104,7 @@ def look(folder: Path, number: int) -> Seen | None:
 
 
 def create(folder: Path, number: int, owner: Owner) -> int | None:
-    """Make and lock a generation's file; return its descriptor, or ``None`` if the file exists already. Raises OSError."""
+    """Make and lock a generation's file; return its descriptor; ``None`` if another process was faster. Raises OSError."""
     temporary = folder / f".generation-{number}.{secrets.token_hex(8)}.tmp"
     descriptor = _open_new(temporary)
     try:

@@ -93,7 +93,9 @@ def _since_refusal(events: Sequence[Event]) -> list[Death]:
 
 
 def repeated_deaths(deaths: Sequence[Death]) -> list[Death]:
-    """Return the last deaths, newest first, if they occurred after the same step and forbid a restart; else an empty list.
+    """Return the last of ``deaths``, if they occurred after the same step and forbid a restart; else an empty list.
+
+    ``deaths`` begin with the oldest, the result begins with the newest.
 
     Deaths before an attempt began to train, and stops of all ranks by a signal, do not count.
     """
@@ -126,7 +128,7 @@ def _related(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def recorded(attempt: Attempt, settings: Mapping[str, Any], backend: Backend) -> Iterator[None]:
-    """Record the error that ends the block, and forbid a restart that would end in the same way.
+    """Record the error that ends the block, and forbid a restart that would end in the same way. Closes the attempt.
 
     Args:
         attempt: an attempt that has begun.

@@ -99,14 +99,14 @@ def _writable(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def claim(output: OutputSection, new: Path, content: Mapping[str, Any], lock: FolderLock, timeout: float) -> str:
+def claim(output: OutputSection, prefix: Path, content: Mapping[str, Any], lock: FolderLock, timeout: float) -> str:
     """Make the run's folder if it does not exist, lock it, and write ``config.json``; return its path. On rank 0 only.
 
     Also make ``checkpoints/``, and remove temporary files that killed processes left.
 
     Args:
         output: names the folder.
-        new: the beginning of a new folder's path, if ``output`` names none.
+        prefix: the beginning of a new folder's path, if ``output`` names none.
         content: the content of ``config.json``.
         lock: the folder's lock, which may be held already.
         timeout: the run's timeout in seconds. A wait for the lock takes at most half of it.
@@ -115,7 +115,7 @@ def claim(output: OutputSection, new: Path, content: Mapping[str, Any], lock: Fo
         UserError: the folder cannot be written, holds another run, or is used by another process.
     """
     if output.run_dir is None:
-        folder = _new_folder(new.parent, f"{new.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+        folder = _new_folder(prefix.parent, f"{prefix.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     else:
         folder = Path(output.run_dir)
     with _writable(folder):
@@ -133,6 +133,8 @@ def claim(output: OutputSection, new: Path, content: Mapping[str, Any], lock: Fo
 
 def _other_content(folder: Path, output: OutputSection) -> UserError | None:
     """Return the error for content that this start does not resume and must not replace; ``None`` if there is none.
+
+    Raises UserError if ``checkpoints/`` cannot be read.
 
     Without ``--resume``, a run with neither a checkpoint nor a summary may be replaced, if its config.json is there.
     """
@@ -157,6 +159,7 @@ def _other_content(folder: Path, output: OutputSection) -> UserError | None:
 
 
 def _has_checkpoints(folder: Path) -> bool:
+    """Return whether a run's folder has checkpoints of steps. Raises UserError if ``checkpoints/`` cannot be read."""
     try:
         return any(name.startswith("step-") for name in names_in(folder / "checkpoints"))
     except OSError as error:
@@ -168,7 +171,10 @@ def _has_checkpoints(folder: Path) -> bool:
 
 
 def _new_folder(parent: Path, name: str) -> Path:
-    """Make a folder that did not exist: runs that start within the same second get different folders."""
+    """Make a folder that did not exist: runs that start within the same second get different folders.
+
+    Raises UserError if it cannot be made.
+    """
     number = 1
     while True:
         folder = parent / (name if number == 1 else f"{name}-{number}")
@@ -227,12 +233,12 @@ class MetricsFile:
     """``metrics.jsonl``: one JSON object per line, without a buffer. A line that does not fit on the disk is removed."""
 
     def __init__(
-        self, folder: Path, step: int, report: Callable[[str], None], lock: FolderLock, evaluated: int | None = None
+        self, folder: Path, step: int, report: Callable[[str], None], lock: FolderLock, evaluated_step: int | None = None
     ) -> None:
         """Keep the lines up to ``step``. If some lines are not metrics, keep the old file too, and call ``report``.
 
-        ``evaluated`` is the step of the last evaluation up to ``step`` (default: ``step``). Lines of later evaluations are
-        removed, since the run repeats these evaluations.
+        ``evaluated_step`` is the step of the last evaluation up to ``step`` (default: ``step``). Lines of later evaluations
+        are removed, since the run repeats these evaluations.
 
         Raises OSError, SupersededError.
         """
@@ -244,7 +250,8 @@ class MetricsFile:
             link_whole(path, aside)
             found = "1 line that is not a metric" if unreadable == 1 else f"{unreadable} lines that are not metrics"
             report(f"{path} has {found}, left out of the new file; the old file is kept as {aside.name}")
-        last = {"epoch": step if evaluated is None else evaluated}  # the last step to keep, by kind of line; else ``step``
+        # The last step to keep, by kind of line; other kinds: ``step``.
+        last = {"epoch": step if evaluated_step is None else evaluated_step}
         kept = [line for line in lines if line["step"] <= last.get(str(line.get("kind")), step)]
         content = "".join(json.dumps(without_nan(line)) + "\n" for line in kept).encode()
         write_whole(path, content, lock.check)
@@ -266,7 +273,7 @@ class MetricsFile:
 
 
 def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the lines that are metrics, and the number of other lines."""
+    """Return the lines that are metrics, and the number of other lines, not counting an incomplete last line."""
     if not os.path.lexists(path):
         return [], 0
     *whole, last = read_text(path, errors="replace").split("\n")

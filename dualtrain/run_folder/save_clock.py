@@ -11,22 +11,22 @@ class SaveClock:
     """Clock of saves: the time since the last save began, and the time spent in all saves.
 
     Args:
-        every: seconds from one save until the next is due; 0: never.
+        interval: seconds from one save until the next is due; 0: never.
     """
 
-    def __init__(self, every: float) -> None:
-        self._every = every
+    def __init__(self, interval: float) -> None:
+        self._interval = interval
         self._started = self._last = time.perf_counter()
         self._count, self._seconds = 0, 0.0
 
     @property
     def due(self) -> bool:
-        """Return whether ``every`` seconds have passed since the last save began, or since the start."""
-        return 0 < self._every <= time.perf_counter() - self._last
+        """Return whether ``interval`` seconds have passed since the last save began, or since the start."""
+        return 0 < self._interval <= time.perf_counter() - self._last
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Count the block as a save."""
+        """Count the block as a save, if it raises no exception."""
         self._last = time.perf_counter()
         yield
         self._count, self._seconds = self._count + 1, self._seconds + time.perf_counter() - self._last

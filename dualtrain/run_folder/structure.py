@@ -90,6 +90,7 @@ def _has_format(dtype: torch.dtype) -> bool:
 
 
 def _plain(value: Any, place: str) -> bool | int | float | str | None:
+    """Return a plain value unchanged. Raises TypeError for other values."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise TypeError(f"a checkpoint holds plain values and tensors, and {place} is a {type(value).__name__}")
