@@ -105,15 +105,15 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
             optimizer.state[p] = _with_dtypes(optimizer.state[p], state["state"][number])
 
 
-def _with_dtypes(loaded: Any, given: Any) -> Any:
-    """Return ``loaded``. Where dtypes differ, take ``given``'s tensor, copied to the device of the loaded tensor."""
-    if isinstance(loaded, torch.Tensor) and isinstance(given, torch.Tensor):
-        return loaded if loaded.dtype == given.dtype else given.detach().to(loaded.device, copy=True)
-    if isinstance(loaded, dict) and isinstance(given, dict):
-        for key in loaded.keys() & given.keys():
-            loaded[key] = _with_dtypes(loaded[key], given[key])
-    elif isinstance(loaded, list) and isinstance(given, list) and len(loaded) == len(given):
-        loaded[:] = map(_with_dtypes, loaded, given)
+def _with_dtypes(loaded: Any, source: Any) -> Any:
+    """Return ``loaded``. Where dtypes differ, take ``source``'s tensor, copied to the device of the loaded tensor."""
+    if isinstance(loaded, torch.Tensor) and isinstance(source, torch.Tensor):
+        return loaded if loaded.dtype == source.dtype else source.detach().to(loaded.device, copy=True)
+    if isinstance(loaded, dict) and isinstance(source, dict):
+        for key in loaded.keys() & source.keys():
+            loaded[key] = _with_dtypes(loaded[key], source[key])
+    elif isinstance(loaded, list) and isinstance(source, list) and len(loaded) == len(source):
+        loaded[:] = map(_with_dtypes, loaded, source)
     return loaded
 
 
@@ -149,20 +149,20 @@ def _common_buffers(model: torch.nn.Module, backend: Backend) -> list[tuple[str,
 
 
 def _average_buffers(
-    named: list[tuple[str, torch.Tensor]], backend: Backend, counted: tuple[int, bool] | None = None
+    named: list[tuple[str, torch.Tensor]], backend: Backend, subset: tuple[int, bool] | None = None
 ) -> None:
-    """Average the buffers over all ranks, or over a part of them.
+    """Average the buffers over all ranks, or over a subset of them. Collective: all ranks call it.
 
-    ``counted`` has the number of ranks in this part, and whether this rank is one of them.
+    ``subset`` has the number of ranks in the subset, and whether this rank is one of them; ``None``: all ranks.
     """
     for chunk in _chunks([buffer for _, buffer in named]):
         packed = torch.cat([b.reshape(-1).to(torch.float64) for b in chunk])
-        if counted is None:
+        if subset is None:
             packed = backend.allreduce_(packed, name="buffers")
         else:
             # Don't multiply by 0, which would give NaN for infinite values.
-            mine = packed if counted[1] else torch.zeros_like(packed)
-            packed = backend.allreduce_(mine, "sum", name="buffers").div_(counted[0])
+            mine = packed if subset[1] else torch.zeros_like(packed)
+            packed = backend.allreduce_(mine, "sum", name="buffers").div_(subset[0])
         for buffer, part in zip(chunk, packed.split([b.numel() for b in chunk]), strict=True):
             ordinary(buffer).copy_(part.view(buffer.shape))
 
@@ -215,10 +215,10 @@ def weights_sha256(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> str:
 
 
 def tensors_among(named: Iterable[tuple[Any, Any]]) -> list[tuple[Any, torch.Tensor]]:
-    """Return the pairs (name, tensor) among pairs of names and values.
+    """Return the pairs (name, tensor) among pairs of names and values. A module's extra state is ignored.
 
     Raises:
-        ValueError: a value is a container of tensors, which would be left out; or there are values, but no tensors.
+        ValueError: another value is a container of tensors, which would be left out; or there are values, but no tensors.
     """
     pairs = [pair for pair in named if isinstance(pair[1], torch.Tensor) or not is_extra_state(pair[0])]
     found = [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]
@@ -251,6 +251,7 @@ def _named(params: Params) -> list[tuple[str, Any]]:
 
 
 def _described(name: str, tensor: torch.Tensor) -> str:
+    """Return a text that the ranks compare. Raises ValueError if the tensor is sparse or quantized."""
     try:
         checked_dense(tensor)
     except ValueError as problem:

@@ -93,7 +93,7 @@ def check_schedule(schedule: LRScheduler | None, optimizer: torch.optim.Optimize
 
 
 def stateful(loss: object, model: nn.Module, optimizer: torch.optim.Optimizer) -> nn.Module | None:
-    """Return ``loss`` if it is the user's own module and has buffers, which training may change.
+    """Return ``loss`` if it is the user's own module and has buffers, which training may change; else ``None``.
 
     Raises:
         ValueError: the optimizer trains parameters of the loss.

@@ -2,12 +2,15 @@
 
 Shards (virtual ranks) are the parts of a global batch. A rank may compute several of them.
 
-Every shard of a step begins with the same values. At the end of the step, a floating-point buffer (running statistics)
-gets the mean of the shards' values, unless its dtype is wider than both float32 and the narrowest parameter. Running
-statistics are updated linearly, so the result is the same as if each shard kept separate statistics over all steps, and
-these were averaged at the end. Shards without samples do not count: they would make the change too small. An integer
-buffer of one element (a count of batches) must change by the same amount in every forward pass of every shard. It gets the
-value of shard 0 or, if shard 0 has no samples, the value after one forward pass. All other buffers must not change.
+Every shard of a step begins with the same values. What happens at the end of the step depends on the buffer:
+
+- A floating-point buffer (running statistics) gets the mean of the shards' values. Running statistics are updated linearly,
+  so the result is the same as if each shard kept separate statistics over all steps, and these were averaged at the end.
+  Shards without samples do not count: they would make the change too small.
+- An integer or bool buffer of one element (a count of batches) must change by the same amount in every forward pass of
+  every shard. It gets the value of shard 0 or, if shard 0 has no samples, the value after one forward pass.
+- All other buffers must not change. They include floating-point buffers whose dtype is wider than both float32 and the
+  narrowest parameter.
 """
 
 from __future__ import annotations
@@ -139,14 +142,14 @@ class CommonBuffers:
         for place, initial in zip(self._all, self._initial, strict=True):
             place.write(initial)
 
-    def _are_writable(self, now: list[torch.Tensor]) -> bool:
+    def _are_writable(self, buffers: list[torch.Tensor]) -> bool:
         """Return whether values can be copied into all buffers. For tensors that passed before, check only the shape."""
-        known = len(self._writable) == len(now)
-        for number, (buffer, initial) in enumerate(zip(now, self._initial, strict=True)):
+        known = len(self._writable) == len(buffers)
+        for number, (buffer, initial) in enumerate(zip(buffers, self._initial, strict=True)):
             same = known and buffer is self._writable[number] and buffer.shape == initial.shape
             if not same and not _is_writable(buffer, initial):
                 return False
-        self._writable = now
+        self._writable = buffers
         return True
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -170,8 +173,8 @@ class CommonBuffers:
     def numbers(self, shard: int, passes: int, *, refused: bool = False) -> torch.Tensor:
         """Return the numbers that ``shard`` adds to the sum after its forward passes: float64, (count,), on the CPU.
 
-        A shard without passes adds zeros. The last number is 1 if ``refused``, and 0 otherwise: if its sum is not
-        0, the caller raises an error on every rank.
+        The last number is 1 if ``refused``, and 0 otherwise: if its sum is not 0, the caller raises an error on every rank.
+        The other numbers of a shard without passes are zeros.
 
         Raises:
             UserError: a buffer that must stay constant has changed, an averaged buffer has another number of elements, a
@@ -193,7 +196,7 @@ class CommonBuffers:
                     f"buffer {place.name!r} ({place.read().dtype}) changes in forward, and has no mean over virtual ranks: "
                     "make it float32, or train without virtual ranks"
                 )
-        changes = [now - initial for now, initial in zip(self._read_counters(now), self._counts, strict=True)]
+        changes = [count - initial for count, initial in zip(self._read_counters(now), self._counts, strict=True)]
         for place, change in zip(self._counters, changes, strict=True):
             if abs(change) > self._largest:
                 raise UserError(

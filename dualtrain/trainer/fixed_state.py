@@ -104,6 +104,6 @@ class FixedState:
         )
 
     def refuse(self, backend: Backend) -> NoReturn:
-        """Raise UserError with the :meth:`difference` of the lowest rank that has one. Collective."""
+        """Raise UserError with the :meth:`difference` of the lowest rank that has one, else a general text. Collective."""
         found = backend.allgather_object(self.difference(), name="changed state")
         raise UserError(next(filter(None, found), "the state of the model has changed in a pass"), shared=True)

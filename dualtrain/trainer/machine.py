@@ -46,7 +46,9 @@ _ALIASES = {
 
 
 def threads(backend: Backend) -> int:
-    """Return the default of ``--threads``: the smallest share of its host's cores that any rank has. Collective.
+    """Return the default of ``--threads``: the smallest share of its host's cores that any rank has. Collective; blocks.
+
+    At most ``MOST_THREADS``.
 
     See :func:`dualtrain.cores.threads_per_rank`.
     """
@@ -86,7 +88,7 @@ def platform_of(backend: Backend) -> Facts:
 
 
 def onednn_set(flags: Collection[str], limit: str) -> str | None:
-    """Return the largest instruction set that oneDNN uses on an x86 processor; ``None`` on others.
+    """Return the largest instruction set that oneDNN uses on an x86 processor; ``None`` if it uses none of ``_SETS``.
 
     Args:
         flags: the processor's flags, as in /proc/cpuinfo.

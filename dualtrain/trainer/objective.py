@@ -70,6 +70,7 @@ def cross_entropy(
 
 
 def _flatten(logits: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits (n, classes), in float32 at least, and targets (n,). Raises UserError if the axes do not fit."""
     if logits.dim() != 2 or targets.dim() != 1:
         if logits.dim() == targets.dim() + 1 and _long_axes(logits.shape[:-1]) != _long_axes(targets.shape):
             # The user may have exchanged two axes by mistake. Axes of length 1 do not matter.

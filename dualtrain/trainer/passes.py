@@ -58,10 +58,10 @@ class Passes:
         self.targets_per_sample: float | None = None
         self._compared = False  # whether the ranks have compared ``targets_per_sample`` in this step
 
-    def begin_part(self, control_flags: Sequence[float], *, first: bool = True) -> None:
-        """Begin a part of a step with these control flags; ``first`` is true for this rank's first part."""
-        self._diverged = self._diverged and not first
-        self._compared = self._compared and not first  # a step that failed has not reset it
+    def begin_part(self, control_flags: Sequence[float], *, is_first: bool = True) -> None:
+        """Begin a part of a step with these control flags; ``is_first`` is true for this rank's first part."""
+        self._diverged = self._diverged and not is_first
+        self._compared = self._compared and not is_first  # a step that failed has not reset it
         self._scalars.reset(control_flags)
 
     def compute(
@@ -73,7 +73,7 @@ class Passes:
         *,
         send: bool,
     ) -> None:
-        """Compute one batch, forward and backward.
+        """Compute one batch, forward and backward. With ``count``, the call may be collective: see :meth:`_in_samples`.
 
         Args:
             inputs: inputs of the model.

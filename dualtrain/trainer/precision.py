@@ -21,7 +21,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_range(groups: Iterable[dict[str, Any]]) -> None:
-    """Raise DivergedError if a gradient in ``groups``, which was sent in fp16 and averaged, is not finite."""
+    """Raise DivergedError if a dense gradient in ``groups``, which was sent in fp16 and averaged, is not finite."""
     grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
     # A sum in float32 of numbers that were sent in fp16 is finite if all of them are. It is computed in one pass.
     finite: dict[torch.device, list[torch.Tensor]] = {}

@@ -96,18 +96,18 @@ def compare_task(task: Task, backend: Backend) -> None:
         task.checksums.update(_compare_samples(backend, title, source, cure))
 
 
-def changed_samples(task: Task, earlier: Mapping[str, object]) -> Iterator[tuple[str, bool]]:
+def changed_samples(task: Task, old_checksums: Mapping[str, object]) -> Iterator[tuple[str, bool]]:
     """Yield, for the first changed sample of each split, the sample's name and the split's ``Source.stored``.
 
     Splits whose samples differ at each read are left out.
 
     Args:
         task: the data, with their checksums.
-        earlier: the checksums of an earlier start of the run.
+        old_checksums: the checksums of an earlier start of the run.
     """
     for title, source in _splits(task):
         mine = {name: value for name, value in task.checksums.items() if name.startswith(f"checksum of {title} ")}
-        both = {name: (value, earlier[name]) for name, value in mine.items() if name in earlier}
+        both = {name: (value, old_checksums[name]) for name, value in mine.items() if name in old_checksums}
         changed = [name for name, (now, then) in both.items() if now != then and _UNREADABLE not in f"{now} {then}"]
         if changed and _repeats(title, source, mine):
             yield changed[0].removeprefix("checksum of "), bool(getattr(source, "stored", False))
@@ -160,6 +160,10 @@ def compare_arguments(backend: Backend, call: str, values: Mapping[str, object])
 
 
 def _require_same(backend: Backend, what: str, read: Callable[[], Mapping[str, object]], cure: str) -> None:
+    """Compare the result of ``read``, the versions and the processors between ranks. Collective; blocks.
+
+    Different processors cause only a warning, any other difference a RanksDifferError on every rank.
+    """
     found = compare(backend, what, lambda: {**read(), **_platform(backend), **processor(backend)})
     unlike = [difference for difference in found if difference.name in PROCESSOR]
     others = [difference for difference in found if difference not in unlike]
@@ -227,12 +231,12 @@ def _compare_samples(backend: Backend, title: str, source: Source, cure: str) ->
     return first
 
 
-def _warn_if_random(title: str, source: Source, first: Mapping[str, str]) -> None:
+def _warn_if_random(title: str, source: Source, checksums: Mapping[str, str]) -> None:
     """Warn if the samples change when they are read again. All ranks may still have read the same samples.
 
     The usual cause is a generator in the dataset that has the same seed on every rank.
     """
-    if not _repeats(title, source, first, _AGAIN):
+    if not _repeats(title, source, checksums, _AGAIN):
         warn_once(
             f"the {title} dataset gives a different value each time that a sample is read: results depend on the numbers "
             "of ranks and workers, and on restarts; draw random numbers from the global generators of torch, numpy or "
@@ -241,10 +245,10 @@ def _warn_if_random(title: str, source: Source, first: Mapping[str, str]) -> Non
 
 
 def _why_not_comparable(
-    backend: Backend, title: str, source: Source, first: Mapping[str, str], *, processors_differ: bool
+    backend: Backend, title: str, source: Source, checksums: Mapping[str, str], *, processors_differ: bool
 ) -> str | None:
     """Return why equal data can have different checksums; ``None`` if they cannot. Collective; equal on every rank."""
-    repeats = _repeats(title, source, first)
+    repeats = _repeats(title, source, checksums)
     if not all(backend.allgather_object(repeats, name="whether samples can be read again")):
         return "the dataset gives a different value each time that a sample is read"
     # All ranks must make the same decision.
@@ -252,23 +256,24 @@ def _why_not_comparable(
     return "the ranks compute the samples on different processors" if processors_differ and not stored else None
 
 
-def _repeats(title: str, source: Source, first: Mapping[str, str], most: int = _SAMPLES) -> bool:
-    """Return whether samples whose checksums are ``first`` have the same checksums when they are read again."""
+def _repeats(title: str, source: Source, checksums: Mapping[str, str], limit: int = _SAMPLES) -> bool:
+    """Return whether the first ``limit`` samples of ``checksums`` have the same checksums when they are read again."""
     try:
-        again = _checksums(title, source, most)
+        again = _checksums(title, source, limit)
     except Exception:  # a dataset that cannot be read twice
         return False
-    return all(again[name] == first[name] for name in again.keys() & first.keys())
+    return all(again[name] == checksums[name] for name in again.keys() & checksums.keys())
 
 
-def _checksums(title: str, source: Source, most: int = _SAMPLES) -> dict[str, str]:
-    """Hash the first ``most`` of up to ``_SAMPLES`` samples, which are evenly spread from the split's first to its last.
+def _checksums(title: str, source: Source, limit: int = _SAMPLES) -> dict[str, str]:
+    """Hash the first ``limit`` of up to ``_SAMPLES`` samples, which are evenly spread from the split's first to its last.
 
     Stop at a sample that cannot be read, and after ``_SECONDS``.
     """
     size, began = len(source), time.monotonic()
     found: dict[str, str] = {}
-    numbers = sorted({place * (size - 1) // max(1, min(_SAMPLES, size) - 1) for place in range(min(_SAMPLES, size))})[:most]
+    most = min(_SAMPLES, size)
+    numbers = sorted({place * (size - 1) // max(1, most - 1) for place in range(most)})[:limit]
     with seeded(0, 0):
         read = _lazily(source, numbers)
         for number in numbers:

@@ -106,8 +106,8 @@ def _uncompiled(loss: Any) -> Any:
 def _as_module(loss: Loss | Objective) -> Loss | Objective:
     """Return the ``nn.Module`` for a function in ``_MODULES`` or a ``functools.partial`` of one; else return ``loss``."""
     function, options = (loss.func, loss.keywords) if isinstance(loss, partial) and not loss.args else (loss, {})
-    made = _MODULES.get(function) if isinstance(function, types.FunctionType) else None
-    return made(**options) if made is not None else loss
+    module_class = _MODULES.get(function) if isinstance(function, types.FunctionType) else None
+    return module_class(**options) if module_class is not None else loss
 
 
 def _reduction(loss: Loss | Objective) -> object:

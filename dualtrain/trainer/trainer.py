@@ -71,8 +71,8 @@ class Trainer:
             samples), the correct predictions, and the targets among the five likeliest classes. Each of the last two is -1
             if predictions are not counted.
         backend: the ranks.
-        schedule: a torch scheduler of ``optimizer``; it steps after each optimizer step, and in ``fit`` also
-            after batches in which no target counts.
+        schedule: a torch scheduler of ``optimizer``; it steps after each optimizer step, and in ``fit`` also after batches
+            whose total weight is 0 (all targets are ignored).
         clip_norm: limit of the total norm of the averaged gradients; above it, the gradients are scaled down to this norm.
         amp: ``"off"``, ``"bf16"`` or ``"fp16"`` (with a GradScaler).
         ema: the decay of an exponential moving average of the weights; evaluations use this average.
@@ -93,13 +93,18 @@ class Trainer:
     Raises:
         TypeError: ``model`` is not a module, ``optimizer`` is not an optimizer, ``backend`` is not what ``connect()``
             returns, ``schedule`` is not a scheduler, or ``loss``, ``forward`` or ``measure`` cannot be called.
-        ValueError: ``virtual_ranks`` is not a whole number above 0, is given with ``compress``, or, for a model with
-            SyncBatchNorm layers, differs from the number of ranks; with ``virtual_ranks``, ``seed`` is not a whole number;
-            a parameter's gradient cannot be averaged; a parameter or buffer is on the meta device or, with several ranks,
-            has elements that share memory; ``optimizer`` needs a closure; ``schedule`` is ReduceLROnPlateau, or the
-            schedule of a different optimizer; ``clip_norm`` is not above 0; ``ema`` is not from 0 to 1; ``amp`` or
-            ``compress`` is not known; ``loss`` has parameters that ``optimizer`` trains; or ``loss`` is a loss of torch
-            with ``reduction="sum"`` or ``"none"``.
+        ValueError: in any of these cases:
+
+            - ``virtual_ranks`` is not a whole number above 0, is given with ``compress``, or, for a model with
+              SyncBatchNorm layers, differs from the number of ranks; or ``seed`` with ``virtual_ranks`` is not a whole
+              number
+            - a parameter's gradient cannot be averaged
+            - a parameter or buffer is on the meta device or, with several ranks, has elements that share memory
+            - ``optimizer`` needs a closure
+            - ``schedule`` is ReduceLROnPlateau, or the schedule of a different optimizer
+            - ``clip_norm`` is not above 0, ``ema`` is not from 0 to 1, or ``amp`` or ``compress`` is not known
+            - ``loss`` has parameters that ``optimizer`` trains, or is a loss of torch with ``reduction="sum"`` or
+              ``"none"``
         RanksDifferError: on every rank, if an argument's class, function or value is not the same on all ranks. The
             message names what differs, and each rank's value. The model's weights may differ: rank 0's are used.
     """
@@ -210,11 +215,15 @@ class Trainer:
         Raises:
             TypeError: ``batches``, or one of its entries for :attr:`shards`, is a tensor; a batch is not a pair; or the
                 loss returns neither a mean nor the pair of an ``Objective``.
-            ValueError: ``expected`` is not a finite number above 0, the number of control flags is not ``CONTROL_FLAGS``,
-                or the loss has no gradient. With virtual ranks also: ``batches`` does not have one entry for each of
-                :attr:`shards`; or, on every rank, forward has changed state that the shards of a step share (see
-                :class:`~dualtrain.trainer.fixed_state.FixedState`), or calls ``dualtrain.functional`` while the numbers of
-                ranks and shards differ.
+            ValueError: in any of these cases:
+
+                - ``expected`` is not a finite number above 0, or the number of control flags is not ``CONTROL_FLAGS``
+                - the loss has no gradient
+                - with ``ema``, the names or shapes of the model's parameters have changed
+                - with virtual ranks, ``batches`` does not have one entry for each of :attr:`shards`
+                - with virtual ranks, on every rank, forward has changed state that the shards of a step share (see
+                  :class:`~dualtrain.trainer.fixed_state.FixedState`), or calls ``dualtrain.functional`` while the numbers
+                  of ranks and shards differ
             DivergedError: on every rank, before the optimizer steps, if a loss is infinite or not a number, or if, with
                 ``compress="fp16"``, gradients do not fit into fp16. (If ``amp`` is also ``"fp16"``, the GradScaler skips
                 the step in the second case, and no error is raised.)
@@ -242,17 +251,18 @@ class Trainer:
         if step.totals[1] > 0:
             self._update(expected / step.totals[1])
         elif self.ema is not None:
-            self._copy_buffers(self.ema.module)  # forward passes change buffers even if no target counts
+            self._copy_buffers(self.ema.module)  # forward passes change buffers even if all targets are ignored
         self._steps += 1
         if self._steps.bit_count() == 1:  # after steps 1, 2, 4, 8, …: a comparison takes longer than a small step
             self._compare_weights(expected=expected)
         return step
 
     def _compare_weights(self, **values: float) -> None:
-        """Raise RanksDifferError if the weights or ``values`` are not the same on all ranks. Collective.
+        """Check that the weights and ``values`` are the same on all ranks, unless the trainer is closed. Collective.
 
         Raises:
-            UserError: the model has other parameters than its average.
+            RanksDifferError: they differ.
+            UserError: the model has other parameters than its average, also if the trainer is closed.
         """
         check = None if self.ema is None else partial(check_parameters, self.ema.module, self.model)
         if not self._closed:  # otherwise the model may be trained by other means
@@ -261,7 +271,10 @@ class Trainer:
             check()
 
     def _update(self, factor: float) -> None:
-        """Multiply the gradients, which are the same on every rank, by ``factor``; clip them; step."""
+        """Multiply the gradients, which are the same on every rank, by ``factor``, clip them, and use them.
+
+        Steps the optimizer and the schedule, and updates the average of the weights.
+        """
         scaler = self.precision.scaler
         scales = scaler.is_enabled()
         if factor != 1:
@@ -301,8 +314,9 @@ class Trainer:
     def advance_schedule(self, *, updated: bool = False) -> None:
         """Step the schedule, if there is one. Not collective: call it on every rank.
 
-        :meth:`step` calls this, except in a step in which no target counts. If your schedule must advance after such a step
-        too, call this yourself. ``updated`` is true if the optimizer has certainly stepped before.
+        :meth:`step` calls this, except if the total weight of all ranks' batches is 0 (all targets are ignored). If your
+        schedule must advance after such a step too, call this yourself. ``updated`` is true if the optimizer has certainly
+        stepped before.
         """
         if self.schedule is not None:
             # Filter warnings only if necessary: the filter can take longer than ``schedule.step()``.
@@ -342,8 +356,8 @@ class Trainer:
             TypeError: a batch is not (inputs, targets).
             RanksDifferError: the ranks are given different ``epochs``, or different numbers of batches for a model with
                 SyncBatchNorm.
-            ValueError: the trainer has virtual ranks, ``epochs`` is not a whole number, or the loaders have no batches
-                after the first epoch.
+            ValueError: the trainer has virtual ranks, ``epochs`` is not a whole number, or no rank's loader has batches in
+                an epoch after one with batches.
             DivergedError, BackendError and further errors: see :meth:`step`.
         """
         if not isinstance(self._parts, RankParts):
@@ -399,7 +413,7 @@ class Trainer:
             step = self.step(mine, expected or 1.0, [float(not ended and left > 0), float(bool(mine)), 0.0])
             if step.control_flags[1]:  # some ranks had a batch
                 has_batches = True
-                if not step.totals[1] > 0:  # no target counts
+                if not step.totals[1] > 0:  # all targets are ignored
                     self.advance_schedule()
             # If some rank certainly has another batch, the ranks need not compare before the next step.
             total, compare = added(total, step.totals), not (expected and step.control_flags[0])
@@ -503,6 +517,9 @@ class Trainer:
 
         The weights and the optimizer's state are the tensors in use, as in a module's ``state_dict()``: the next step
         changes them. Make a deep copy of the state to keep it in memory.
+
+        Raises:
+            RanksDifferError, UserError, BackendError: see :meth:`evaluate`.
         """
         self._compare_weights()
         return {
@@ -573,6 +590,7 @@ class Trainer:
         Raises:
             UserError: on every rank, if the file cannot be written.
             TypeError: on rank 0, if a file cannot hold a value in the state; the other ranks raise UserError.
+            RanksDifferError, BackendError: see :meth:`evaluate`.
         """
         state = self.state_dict()
         on_rank_zero(self.backend, f"the state in {str(path)!r}", lambda: checkpoint.write(Path(path), state))

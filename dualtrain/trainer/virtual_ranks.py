@@ -98,7 +98,7 @@ class VirtualRanks:
                 if not begins:
                     self._buffers.restore()
                 self._seed_all(self._steps, shard)
-                passes.begin_part(flags if begins else (0.0,) * CONTROL_FLAGS, first=begins)
+                passes.begin_part(flags if begins else (0.0,) * CONTROL_FLAGS, is_first=begins)
                 self._compute(passes, shard, part, expected, send=ends)
                 if not ends:
                     reducer.add_shard()
@@ -134,7 +134,10 @@ class VirtualRanks:
 
     @contextmanager
     def _begun_step(self) -> Iterator[None]:
-        """Count the block as one step, and seed the random generators at its end."""
+        """Record the state with which all shards begin; after the block, count one step, and seed the random generators.
+
+        If the block fails, restore the buffers, and do not count the step. If it has changed other trainers' buffers, warn.
+        """
         self._buffers.keep()
         self._fixed.keep()
         others = self._buffers_of_others()
@@ -263,9 +266,9 @@ class VirtualRanks:
             restore_random_state(own["random"], self._backend.device)
 
 
-def _warn_of_changes(now: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> None:
-    """Warn if a step of one trainer has changed the buffers of another trainer's model."""
-    name = next((name for name, buffer in now.items() if name in before and not same_bits(buffer, before[name])), None)
+def _warn_of_changes(buffers: dict[str, torch.Tensor], copies: dict[str, torch.Tensor]) -> None:
+    """Warn if a step of one trainer has changed the buffers of another trainer's model since their copies were made."""
+    name = next((name for name, one in buffers.items() if name in copies and not same_bits(one, copies[name])), None)
     if name is not None:
         warn_once(
             f"with virtual_ranks, a trainer's step changes buffer {name!r} of another trainer's model, so the result "
@@ -274,7 +277,7 @@ def _warn_of_changes(now: dict[str, torch.Tensor], before: dict[str, torch.Tenso
 
 
 def _passes_of(batches: ShardBatches) -> Iterable[Tensors]:
-    """Return the batches of one shard, one for each backward pass."""
+    """Return the batches of one shard, one for each backward pass. Raises TypeError for a tensor."""
     if isinstance(batches, torch.Tensor):
         raise TypeError(
             "an entry of the list given to step() is a tensor: give one entry for each of trainer.shards (trainer.split() "
