@@ -68,9 +68,10 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
         arguments: the argument of ``body``.
         nproc: the number of processes.
         restarts: how often the job may be restarted after a rank has failed. A restart starts all ranks again. There is no
-            restart after a rank's status 2 (an error that a restart would repeat), or after a stop signal. Before a
-            restart after a transient error, the call waits 1 s, the next time 2 s, then 4 s and so on, at most 30 s. The
-            waits begin at 1 s again after an attempt that has lasted longer than 30 s or has ended with another error.
+            restart after a rank's status 2 (an error that a restart would repeat), after a stop signal, or if a rank has
+            survived SIGKILL. Before a restart after a transient error, the call waits 1 s, the next time 2 s, then 4 s and
+            so on, at most 30 s. The waits begin at 1 s again after an attempt that has lasted longer than 30 s or has ended
+            with another error.
 
     Returns:
         0 if all ranks end with 0. Else the status of the first rank that failed, or 128 + N if signal N killed that rank.

@@ -45,5 +45,5 @@ def grad_dtype(p: torch.Tensor) -> torch.dtype | None:
     """
     if not hasattr(torch.Tensor, "grad_dtype"):
         return p.dtype
-    found: torch.dtype | None = p.grad_dtype
-    return found
+    dtype: torch.dtype | None = p.grad_dtype
+    return dtype

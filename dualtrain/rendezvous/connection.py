@@ -203,7 +203,7 @@ def cut_off(error: Exception) -> bool:
 class Ranks(Protocol):
     """Ranks that can broadcast a small object, such as a connected backend."""
 
-    timeout: float
+    timeout: float  # seconds
 
     @property
     def rank(self) -> int:
@@ -238,6 +238,7 @@ def open_control_channel(ranks: Ranks, address: str, name: str) -> list[Connecti
 
 
 def _accept_all(ranks: Ranks, address: str, name: str) -> list[Connection]:
+    """Do rank 0's part of :func:`open_control_channel`. After an error, close the connections that were accepted."""
     connections: dict[int, Connection] = {}
     try:
         _accept_each(ranks, address, name, connections)
@@ -283,6 +284,7 @@ def _accept_each(ranks: Ranks, address: str, name: str, connections: dict[int, C
 
 
 def _dial_rank_zero(ranks: Ranks, name: str) -> Connection:
+    """Do another rank's part of :func:`open_control_channel`."""
     where = ranks.broadcast_object(name=name)
     if "failed" in where:
         raise BackendError(where["failed"])

@@ -79,8 +79,9 @@ def listening_interface(world: World) -> str | None:
 def gloo_interface(world: World) -> str | None:
     """Return Gloo's interface: loopback if all ranks are on one host, else the interface that reaches the other hosts.
 
-    Return ``None`` if GLOO_SOCKET_IFNAME is set, or if no interface is found. By default, Gloo would use the interface
-    that the host's name resolves to. This may be loopback, through which other hosts cannot be reached.
+    Return ``None`` if GLOO_SOCKET_IFNAME is set, which Gloo reads itself, or if no interface is found. By default, Gloo
+    would use the interface that the host's name resolves to. This may be loopback, through which other hosts cannot be
+    reached.
 
     Raises:
         UserError: GLOO_SOCKET_IFNAME names an interface that this host does not have.

@@ -41,8 +41,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _authenticate(self) -> bool:
         """Return whether the request contains the secret. If not, answer it with status 403."""
-        given = self.path.encode()[: len(self.server.beginning)]
-        if hmac.compare_digest(given, self.server.beginning):
+        given = self.path.encode()[: len(self.server.path_prefix)]
+        if hmac.compare_digest(given, self.server.path_prefix):
             return True
         self.close_connection = True  # a body that was not read would be parsed as the next request
         self._answer(403, b"")
@@ -68,7 +68,7 @@ class HttpStore(ThreadingHTTPServer):
         self.values: dict[str, bytes] = {}
         super().__init__((address, 0), _Handler)
         self._secret = secrets.token_hex(32)
-        self.beginning = f"/{self._secret}:{self.port}/".encode()
+        self.path_prefix = f"/{self._secret}:{self.port}/".encode()
         # ``close`` waits for up to one poll interval.
         serve = partial(self.serve_forever, poll_interval=0.05)
         start_thread(serve, "dualtrain-http-store")

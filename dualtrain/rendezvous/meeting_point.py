@@ -92,6 +92,7 @@ def leave(world: World) -> None:
 
 
 def _serve(world: World, host: str, port: int) -> StoreServer:
+    """Serve the store of ``world``, on rank 0. Raises UserError if this process cannot listen at the address."""
     if (host, port) in _RESERVED:
         return serve(_RESERVED.pop((host, port)), world.size, _secret(world), world.name)
     # Many hosts resolve their own name to a loopback address, which other hosts cannot reach.
@@ -161,6 +162,7 @@ _REFUSAL_SECONDS = 3.0  # extra time in which all ranks can read why the job doe
 
 @cache
 def _meet_by_mpi(world: World, timeout: float) -> Meeting:
+    """Get the store's address from rank 0 by MPI. Collective; blocks. Raises UserError: see :func:`meeting_point`."""
     refuse_left_over(world, os.environ)
     try:
         from mpi4py import MPI
@@ -217,6 +219,7 @@ def within(timeout: float, call: Callable[[], Result], what: str) -> Result:
 
 
 def _share(world: World, bcast: Callable[..., Any], allgather: Callable[..., Any]) -> Meeting:
+    """Reserve a meeting on rank 0, and return it on every rank. Collective; blocks."""
     hosts = allgather(identity())
     meeting = reserve(single_host=len(set(hosts)) == 1) if world.rank == 0 else None
     (host, port), secret = bcast(meeting, root=0)
@@ -233,6 +236,7 @@ def reserve(single_host: bool) -> Meeting:
 
 
 def _meet_by_server(world: World, timeout: float) -> Meeting:
+    """Get the store's address from rank 0 through horovodrun's server. Blocks; raises as :func:`meeting_point`."""
     deadline = time.monotonic() + timeout
     prefix = agree_on_prefix(world, deadline)
     if world.rank == 0:

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from dualtrain.backends.wire import as_bytes
 
-_DEPTH = 8  # containers that are nested more deeply are described by their class alone
+_DEPTH = 8  # containers and objects that are nested more deeply are described by their class alone
 _ITEMS = 16  # a longer list is not regarded as a setting
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, enum.Enum, torch.device, torch.dtype)
 _ARRAYS = (numpy.generic, numpy.ndarray)

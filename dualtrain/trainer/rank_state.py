@@ -23,7 +23,7 @@ def seed_all(seed: int) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of torch's, numpy's and Python's generators, as plain values and tensors."""
+    """Return the states of torch's generators (CPU and ``device``), numpy's and Python's, as plain values and tensors."""
     drawn: Any = numpy.random.get_state()
     kind, keys, position, has_gauss, gauss = drawn
     state: dict[str, Any] = {
