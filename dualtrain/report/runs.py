@@ -12,7 +12,7 @@ from typing import Any
 
 from dualtrain.errors import UserError
 from dualtrain.files import or_nothing, parse_json, read_json, read_text
-from dualtrain.run_folder.attempt_events import UNKNOWN, new_death, read_events
+from dualtrain.run_folder.attempt_events import UNKNOWN, last_death, read_events
 from dualtrain.run_table import NONE, as_text, is_finite, labelled, read_summary, run_table
 
 COLORS = 8  # number of colours, which page.css defines as the classes c0, c1, …
@@ -139,7 +139,7 @@ def _read_run(folder: Path, label: str, color: str, require_metrics: bool) -> Ru
 def _failure(folder: Path) -> str:
     """Return what ended the newest attempt of a run; "" if the run still trains, has ended, or no cause was recorded."""
     with suppress(OSError):
-        death = new_death(folder, read_events(folder))
+        death = last_death(folder, read_events(folder))
         return death.describe() if death is not None and death.cause != UNKNOWN else ""
     return ""
 

@@ -164,6 +164,13 @@ def new_death(folder: Path, events: Sequence[Event]) -> Death | None:
     return Death(name, failure["time"], *known, step, progress is not None, transient)
 
 
+def last_death(folder: Path, events: Sequence[Event]) -> Death | None:
+    """Return the death of the newest attempt, whether ``events`` include it or not; ``None`` if there is none."""
+    starts = [event["attempt"] for event in events if event["event"] == "start"]
+    recorded = (death for death in deaths_of(events) if starts[-1:] == [death.attempt])
+    return new_death(folder, events) or next(recorded, None)
+
+
 def as_event(death: Death) -> Event:
     """Convert a death to an event."""
     return {"event": "death", **asdict(death)}

@@ -21,6 +21,7 @@ from dualtrain.report.document import asset
 from dualtrain.report.report_charts import MOST_DOTS, MOST_POINTS, PANELS, charts, thinned
 from dualtrain.report.report_page import page
 from dualtrain.report.runs import COLORS, RANKS, differing_settings, read_runs, results, same_weights
+from dualtrain.run_folder.attempt_events import Death, as_event
 from dualtrain.run_table import read_summary
 
 SUMMARY = {
@@ -302,11 +303,13 @@ def test_the_recorded_cause_is_shown_until_the_run_is_started_again(tmp_path):
     start = {"event": "start", "attempt": "a", "time": 1.0, "step": 0}
     failed = {"event": "failure", "attempt": "a", "time": 2.0, "step": 41, "cause": "raised <KeyError>", "rank": 1}
     events = [start, {**failed, "requested": False}, {**start, "attempt": "b"}]
+    death = as_event(Death("a", 2.0, "raised <KeyError>", 1, False, 41, True))  # recorded if a restart was refused
+    events[2:2] = [death, {"event": "refusal", "reason": "the run has died 3 times in a row"}]
     shown = []
     for count in range(len(events) + 1):
         (folder / "attempts.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events[:count]))
         shown.append("run has stopped: rank 1 raised <KeyError>" in Page(page(read_runs([str(folder)]))).text)
-    assert shown == [False, False, True, False]
+    assert shown == [False, False, True, True, True, False]
     (folder / "attempts.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events[:2]))
     (folder / "metrics.jsonl").write_text("")
     with pytest.raises(UserError, match="has no metrics, and has stopped: rank 1 raised <KeyError>"):
