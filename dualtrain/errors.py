@@ -115,7 +115,7 @@ class RankFailedError(RuntimeError):
 class DivergedError(RuntimeError):
     """A loss, a gradient that was sent in fp16, or a weight became infinite or NaN.
 
-    Raised on every rank. After a training loss or a gradient, the weights are not updated before the error is raised.
+    Raised on every rank. If it was a training loss or a gradient, the weights are not updated before the error is raised.
     """
 
 
@@ -185,5 +185,5 @@ def is_too_large(error: BaseException) -> bool:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Return whether the cause of an error is too little memory; false for an OverflowError, which has other causes too."""
+    """Return the same as :func:`is_too_large`, but false for an OverflowError, which has other causes than memory, too."""
     return is_too_large(error) and not isinstance(error, OverflowError)

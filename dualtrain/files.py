@@ -189,7 +189,7 @@ def replacing(path: Path, check: Callable[[], None] = _allow) -> Iterator[Binary
 
 
 def write_whole(path: Path, data: bytes, check: Callable[[], None] = _allow) -> None:
-    """Replace a file by ``data``, whole or not at all; ``check`` as in :func:`replacing`. Raises OSError."""
+    """Make or replace a file with ``data``, whole or not at all; ``check`` as in :func:`replacing`. Raises OSError."""
     try:
         with replacing(path, check) as file:
             file.write(data)
@@ -220,7 +220,7 @@ def rewrite(path: Path, data: bytes) -> None:
 
 
 def write_json(path: Path, value: dict[str, Any], check: Callable[[], None] = _allow) -> None:
-    """Replace a file by ``value`` as JSON, whole or not at all; ``check`` as in :func:`replacing`. Raises OSError."""
+    """Make or replace a file with ``value`` as JSON; see :func:`write_whole`."""
     write_whole(path, (json.dumps(value, indent=2) + "\n").encode(), check)
 
 

@@ -5,8 +5,8 @@ averages, and the gradient of ``reducescatter`` is multiplied by the number of r
 
 The backward pass is collective too: every rank must run it. All functions block. They return new tensors, and raise the
 same errors as the backend's methods. In a step with virtual ranks, they raise UserError, unless there are as many ranks as
-virtual ranks. If the input of any rank requires a gradient, the result requires one on every rank, so that all ranks run
-the backward pass.
+virtual ranks. If the input of any rank requires a gradient, the result requires one on every rank where gradients are
+enabled, so that all ranks can run the backward pass.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ def allreduce(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = Reduc
 @not_compiled
 def allgather(tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
     """Return every rank's rows, in rank order. The gradient of a row is the sum of all ranks' gradients of this row."""
-    shape, here = _checked("allgather", tensor, backend).shape, backend.rank
+    shape = _checked("allgather", tensor, backend).shape
     own_rows = torch.tensor([shape[0] if tensor.dim() else 1], device="cpu")
     rows = backend.allgather(own_rows, name="allgather.rows").tolist()
     result, graded = _forward(tensor, backend, lambda: backend.allgather(tensor, name="allgather"))
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
         summed = allreduce(grad, backend, ReduceOp.SUM)
-        return summed.narrow(0, sum(rows[:here]), rows[here]).reshape(shape)
+        return summed.narrow(0, sum(rows[: backend.rank]), rows[backend.rank]).reshape(shape)
 
     return _with_backward(tensor, result, graded, backward)
 
@@ -132,6 +132,7 @@ def _check_allowed() -> None:
 
 
 def _linear(kind: str, op: ReduceOp | str, backend: Backend) -> ReduceOp:
+    """Return ``op`` if it is sum or average. Otherwise refuse the call on every rank: see :meth:`Backend.refuse`."""
     try:
         chosen = ReduceOp.of(op)
         if chosen not in (ReduceOp.SUM, ReduceOp.AVERAGE):
@@ -142,6 +143,11 @@ def _linear(kind: str, op: ReduceOp | str, backend: Backend) -> ReduceOp:
 
 
 def _checked(kind: str, tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
+    """Return ``tensor`` if it is dense and of a known dtype. Otherwise refuse the call on every rank, as :func:`_linear`.
+
+    Raises:
+        UserError: collectives are not allowed now: see :func:`without_collectives`.
+    """
     _check_allowed()
     try:
         return checked_dense(tensor)
@@ -150,7 +156,7 @@ def _checked(kind: str, tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
 
 
 def _forward(tensor: torch.Tensor, backend: Backend, call: Callable[[], T]) -> tuple[T, bool]:
-    """Return the result of ``call``, and whether the ``tensor`` of any rank requires a gradient."""
+    """Return the result of ``call``, and whether the ``tensor`` of any rank with enabled gradients requires one."""
     _check_allowed()
     return backend.with_flag(call, getattr(tensor, "requires_grad", False) and torch.is_grad_enabled())
 
@@ -171,12 +177,12 @@ def _with_backward(tensor: torch.Tensor, result: torch.Tensor, graded: bool, bac
 class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, source: torch.Tensor, result: list[torch.Tensor], backward: Backward, graded: bool
+        ctx: Any, source: torch.Tensor, result: list[torch.Tensor], backward: Backward, tensor_requires_grad: bool
     ) -> torch.Tensor:
-        ctx.backward_of, ctx.graded = backward, graded
+        ctx.backward_of, ctx.tensor_requires_grad = backward, tensor_requires_grad
         return result[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        mine = ctx.backward_of(grad)
-        return mine if ctx.graded else None, None, None, None
+        gradient = ctx.backward_of(grad)  # on every rank: it is collective
+        return gradient if ctx.tensor_requires_grad else None, None, None, None

@@ -34,10 +34,10 @@ def advise(rows: Sequence[Row], chosen: str) -> tuple[list[str], list[str]]:
 
 def _grouped(rows: Sequence[Row], values: Sequence[Any]) -> dict[Any, list[int]]:
     """Group the ranks by value."""
-    found: dict[Any, list[int]] = {}
+    groups: dict[Any, list[int]] = {}
     for row, value in zip(rows, values, strict=True):
-        found.setdefault(value, []).append(row["rank"])
-    return found
+        groups.setdefault(value, []).append(row["rank"])
+    return groups
 
 
 def _failures(rows: Sequence[Row], name: str) -> list[str]:
@@ -48,10 +48,10 @@ def _failures(rows: Sequence[Row], name: str) -> list[str]:
 
 
 def _differing_versions(rows: Sequence[Row], name: str) -> str | None:
-    found = _grouped(rows, [row["versions"][name] for row in rows])
-    if len(found) == 1:
+    groups = _grouped(rows, [row["versions"][name] for row in rows])
+    if len(groups) == 1:
         return None
-    return ", ".join(f"{version or 'none'} ({ranks_in_words(ranks)})" for version, ranks in found.items())
+    return ", ".join(f"{version or 'none'} ({ranks_in_words(ranks)})" for version, ranks in groups.items())
 
 
 def _mixed(rows: Sequence[Row], chosen: str) -> list[str]:

@@ -80,7 +80,7 @@ def _horovod(row: Mapping[str, Any]) -> str:
 
 
 def _table(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield one line per size, with the times of the slowest rank."""
+    """Yield a heading, one line per size with the slowest rank's times, and an empty line; nothing without measurements."""
     tested = {name: found for name, found in results.items() if found["sizes"]}
     if not tested:
         return

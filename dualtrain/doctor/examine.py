@@ -11,7 +11,7 @@ from dualtrain.backends.factory import choose
 from dualtrain.cores import share_of, threads_per_rank, usable_cores
 from dualtrain.differences import ranks_in_words
 from dualtrain.doctor.advice import advise
-from dualtrain.doctor.facts import gather
+from dualtrain.doctor.facts import local_facts
 from dualtrain.doctor.network import used_interface
 from dualtrain.doctor.probe import MARGIN_SECONDS, SIZES, Probe, bus_bandwidth, probe
 from dualtrain.errors import BackendError
@@ -22,7 +22,7 @@ _PRINT_SECONDS = 3.0  # for rank 0 to print the report
 
 
 class Examination:
-    """Examination of a world. Collective: every process of the job makes one, with the same arguments.
+    """Examination of a world. Collective: every process of the job makes one, with the same ``wanted`` and ``timeout``.
 
     Args:
         wanted: the backend to test: "torch", "horovod" or "all".
@@ -36,7 +36,7 @@ class Examination:
     def __init__(self, wanted: str, world: World, timeout: float) -> None:
         self.world = world
         self._deadline = time.monotonic() + _PRINT_SECONDS  # each probe adds its time limit: rank 0 has printed by then
-        own = gather(world)
+        own = local_facts(world)
         self._probes: dict[str, Probe] = {}
         for name in BOTH if wanted == "all" else (wanted,):
             untried = self._untried(name)
@@ -48,11 +48,15 @@ class Examination:
         placed = self._control.world if self._control else world
         own["threads"] = share_of(usable_cores(), placed.local_size)
         own["interface"] = used_interface(own["interfaces"], own["overrides"], placed)
-        rows, failure = self._gathered(own)
+        rows, failure = self._exchanged(own)
         self.report = _report(rows, failure, choose("auto" if wanted == "all" else wanted, world))
 
     def end(self) -> None:
-        """Close the backends after rank 0 has printed. Blocks until all reachable ranks have called this too."""
+        """Wait until rank 0 has printed, then close the backends. Blocks until all reachable ranks have called this too.
+
+        Without a backend that reached the other ranks, rank 0 returns at once, and the others wait until it has had time to
+        print.
+        """
         if self._control is None:
             # A launcher ends all processes when the first one ends: give rank 0 time to print its report.
             if self.world.rank:
@@ -75,7 +79,7 @@ class Examination:
         return ready[0].backend if ready else None
 
     def _untried(self, name: str) -> str | None:
-        """Return why Horovod cannot join: it needs torch's rendezvous, which has failed. ``None`` if ``name`` may join."""
+        """Return why Horovod cannot join: it needs torch's rendezvous, which has failed. ``None`` if ``name`` can try."""
         own_rendezvous = self.world.size == 1 or self.world.launcher.startswith(("horovodrun", "mpi"))
         if name == "horovod" and not own_rendezvous and "torch" in self._probes and self._control is None:
             return (
@@ -85,7 +89,10 @@ class Examination:
         return None
 
     def _refused(self, name: str, refusal: str | None) -> Probe | None:
-        """Return a failed probe if this rank, or a rank that it reaches, cannot try the backend; else ``None``."""
+        """Exchange refusals with the ranks that this rank reaches. Return ``None`` if all of them can try the backend.
+
+        Otherwise, or if the exchange fails, return a failed probe.
+        """
         if self._control is None:
             return Probe(name, error=refusal) if refusal else None
         try:
@@ -97,7 +104,11 @@ class Examination:
             return None
         return Probe(name, error=refusal or f"not tried: {ranks_in_words(without)} cannot use it (see the errors there)")
 
-    def _gathered(self, own: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
+    def _exchanged(self, own: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
+        """Return the facts of all ranks, and ``None``; if they cannot be exchanged, this rank's facts and the reason.
+
+        The reason is ``None`` too if this rank reached no other rank: the failed probes say why.
+        """
         if self._control is None:
             return [own], None
         try:
@@ -130,7 +141,10 @@ def _threads(rows: Sequence[dict[str, Any]]) -> int:
 
 
 def _measured(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Return the slowest rank's time for each size; no times if a rank has not measured all sizes."""
+    """Return rank 0's transport and device, and the slowest rank's time and bus bandwidth for each size.
+
+    ``sizes`` is empty if a rank has not measured all sizes. If this rank reached no other, its facts replace rank 0's.
+    """
     found = [row["probes"][name] for row in rows]
     complete = all(len(each["seconds"]) == len(SIZES) for each in found)
     slowest = [max(each["seconds"][index] for each in found) for index in range(len(SIZES))] if complete else []

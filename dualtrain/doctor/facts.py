@@ -35,8 +35,11 @@ print(MPI.Get_library_version())
 """
 
 
-def gather(world: World) -> dict[str, Any]:
-    """Collect the facts of this process as values that JSON can represent. Blocks for about a second; not collective."""
+def local_facts(world: World) -> dict[str, Any]:
+    """Collect the facts of this process as values that JSON can represent. Not collective.
+
+    Blocks for about a second, or for up to 20 s if loading the MPI library hangs.
+    """
     built, unusable = _horovod()
     return {
         "rank": world.rank,
@@ -86,6 +89,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def _mpi() -> str:
+    """Return the version of the MPI library, or that mpi4py cannot load it. A child process loads it, for 20 s at most."""
     try:
         command = [sys.executable, "-c", _MPI_VERSION]
         output = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()

@@ -18,7 +18,7 @@ _BUILD = "DUALTRAIN_GPU=nccl bash launch/setup.sh"
 def gpu_facts(version_file: Path = Path("/proc/driver/nvidia/version"), library: str = "libcuda.so.1") -> dict[str, Any]:
     """Return four versions: torch's CUDA, torch's NCCL, the driver, and the newest CUDA that the driver supports.
 
-    A version is text, or ``None`` if the component is missing. No GPU is initialized.
+    A version is text, or ``None`` if the component is missing or does not load. No GPU is initialized.
     """
     return {
         "cuda": torch.version.cuda,
@@ -58,7 +58,10 @@ def _major(version: str) -> int:
 
 
 def too_old(gpu: Mapping[str, Any]) -> bool:
-    """Return whether the driver in ``gpu_facts`` supports only CUDA of a lower major version than torch's CUDA."""
+    """Return whether the driver in ``gpu_facts`` supports only CUDA of a lower major version than torch's.
+
+    False if one of the two versions is unknown.
+    """
     return bool(gpu["cuda"] and gpu["driver_cuda"] and _major(gpu["driver_cuda"]) < _major(gpu["cuda"]))
 
 
@@ -77,7 +80,7 @@ def gpu_line(gpu: Mapping[str, Any]) -> str:
 
 
 def gpu_advice(row: Mapping[str, Any]) -> str | None:
-    """Return why a rank on a host with an NVIDIA driver cannot use GPUs or NCCL, with the cure; else ``None``."""
+    """Return why a rank on a host with an NVIDIA driver cannot use GPUs, or NCCL in Horovod, with the cure; or ``None``."""
     gpu, host, build = row["gpu"], row["host"], row["versions"]["torch"]
     if gpu["driver"] is None and gpu["driver_cuda"] is None:
         return None

@@ -13,13 +13,14 @@ from dualtrain.rendezvous.hosts import ipv4, listening_address, loopback
 
 def interfaces() -> dict[str, list[str]]:
     """Return the addresses of each interface of this host; an interface may have none."""
-    found = {name: [own] if (own := ipv4(name)) else [] for _, name in socket.if_nameindex()}
-    for name, other in _ipv6():
-        found.setdefault(name, []).append(other)
+    found = {name: [address] if (address := ipv4(name)) else [] for _, name in socket.if_nameindex()}
+    for name, address in _ipv6():
+        found.setdefault(name, []).append(address)
     return found
 
 
 def _ipv6() -> list[tuple[str, str]]:
+    """Return the interface and the text of each IPv6 address of this host."""
     try:
         rows = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
     except OSError:
@@ -27,15 +28,15 @@ def _ipv6() -> list[tuple[str, str]]:
     return [(row[5], str(ipaddress.IPv6Address(bytes.fromhex(row[0])))) for row in rows]
 
 
-def used_interface(found: Mapping[str, list[str]], overrides: Mapping[str, str], world: World) -> str:
-    """Return the interface that the ranks of ``world`` use on this host, and the reason.
+def used_interface(known: Mapping[str, list[str]], overrides: Mapping[str, str], world: World) -> str:
+    """Return, as text, the interface that the ranks of ``world`` use on this host, and the reason.
 
-    ``found`` is the result of :func:`interfaces`. ``overrides`` are the variables that select an interface.
+    ``known`` is the result of :func:`interfaces`. ``overrides`` are the set variables that select an interface.
     """
     if overrides:
         return ", ".join(f"{name}={value}" for name, value in overrides.items())
     if world.single_host:
         return f"{loopback()} (all ranks are on this host)"
-    own = listening_address(world)
-    names = [name for name, addresses in found.items() if own in addresses]
-    return f"{', '.join(names) or 'none of these'} (other hosts reach this host at {own})"
+    address = listening_address(world)
+    names = [name for name, addresses in known.items() if address in addresses]
+    return f"{', '.join(names) or 'none of these'} (other hosts reach this host at {address})"

@@ -14,8 +14,8 @@ from dualtrain.errors import BackendError, UserError, one_line
 from dualtrain.launchers import World
 from dualtrain.processes import start_thread
 
-SIZES = (4, 64 << 10, 1 << 20, 16 << 20, 64 << 20)
-MARGIN_SECONDS = 5.0  # added to the timeout, so that the library's own timeout error, which says more, comes first
+SIZES = (4, 64 << 10, 1 << 20, 16 << 20, 64 << 20)  # in bytes
+MARGIN_SECONDS = 5.0  # added to the timeout, so that the timeout error of the backend, which says more, comes first
 
 
 @dataclass
@@ -26,7 +26,7 @@ class Probe:
         name: the backend's name.
         backend: the backend, left open; ``None`` if it could not join.
         error: why the probe failed, or ``None``.
-        seconds: median time of an allreduce, for each of ``SIZES``.
+        seconds: median time of an allreduce, for each of ``SIZES``; empty if the probe failed.
     """
 
     name: str
@@ -43,42 +43,45 @@ class Probe:
 
 def probe(name: str, world: World, timeout: float) -> Probe:
     """Join the world and time allreduces. Collective; no wait is much longer than ``timeout`` seconds. Raises nothing."""
-    found = Probe(name)
+    result = Probe(name)
     try:
-        joining = start_thread(_join, f"doctor-{name}", (found, world, timeout))
+        joining = start_thread(_join, f"doctor-{name}", (result, world, timeout))
     except UserError as error:
-        found.error = str(error)
-        return found
+        result.error = str(error)
+        return result
     joining.join(timeout + MARGIN_SECONDS)
     if joining.is_alive():
-        # Horovod over MPI may wait forever: abandon the daemon thread. It may still change ``found``, so do not return it.
+        # Horovod over MPI may wait forever: abandon the daemon thread. It may still change ``result``, so do not return it.
         late = Probe(name)
         late.error = (
             f"{name} did not start on rank {world.rank} within {timeout:g} s: another rank is missing or cannot be "
             "reached; look for its message, and check that all processes were started"
         )
         return late
-    if found.backend is not None:
+    if result.backend is not None:
         try:
-            found.seconds = [_measure(found.backend, size) for size in SIZES]
+            result.seconds = [_measure(result.backend, size) for size in SIZES]
         except (BackendError, RuntimeError) as error:
-            found.error = one_line(error)
-    return found
+            result.error = one_line(error)
+    return result
 
 
-def _join(found: Probe, world: World, timeout: float) -> None:
+def _join(result: Probe, world: World, timeout: float) -> None:
     try:
-        found.backend = connect(found.name, world=world, timeout=timeout, groups=False)
+        result.backend = connect(result.name, world=world, timeout=timeout, groups=False)
     except Exception as error:  # a library may raise anything, and the doctor reports it
         known = isinstance(error, UserError | BackendError)
-        found.error = one_line(error) if known else f"{type(error).__name__}: {one_line(error)}"
+        result.error = one_line(error) if known else f"{type(error).__name__}: {one_line(error)}"
 
 
 def _measure(backend: Backend, size: int) -> float:
     """Return the median seconds of an allreduce of ``size`` bytes, with the same buffers and primitive as gradients.
 
+    Collective. The first allreduce is checked, not timed.
+
     Raises:
         BackendError: the allreduce failed, or its sum is wrong.
+        RuntimeError: torch failed, for lack of GPU memory, for example.
     """
     values = backend.new_buffer(size // 4, torch.float32, backend.device).fill_(1)
     backend.barrier()
@@ -99,5 +102,8 @@ def _measure(backend: Backend, size: int) -> float:
 
 
 def bus_bandwidth(size: int, seconds: float, ranks: int) -> float:
-    """Return the bus bandwidth in bytes per second as nccl-tests defines it: 2 (ranks - 1) / ranks × size / seconds."""
+    """Return the bus bandwidth in bytes per second as nccl-tests defines it: 2 (ranks - 1) / ranks × size / seconds.
+
+    Return 0 if ``seconds`` is 0.
+    """
     return 2 * (ranks - 1) / ranks * size / seconds if seconds else 0.0

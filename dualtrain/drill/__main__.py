@@ -36,11 +36,17 @@ from dualtrain.drill.exercise import Exercise, Report
 from dualtrain.errors import UserError
 from dualtrain.launchers import refuse_launcher
 
-_OWN = ("--run-dir", "--resume", "--max-restarts")  # flags of dualtrain train that the drill sets itself
+_DRILL_FLAGS = ("--run-dir", "--resume", "--max-restarts")  # flags of dualtrain train that the drill sets itself
 
 
 def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str], bool]:
-    """Return the drill's own arguments, the job's checked arguments, and whether horovodrun starts the job."""
+    """Return the drill's own arguments, the job's flags, and whether horovodrun starts the job.
+
+    The job's flags get --seed and, unless they are given, --log-every and --timeout.
+
+    Raises:
+        UserError: a flag is wrong, or one that the drill sets itself.
+    """
     parser = parser_of("dualtrain.drill", str(__doc__))
     parser.add_argument("--nproc", type=ranks_of_host, default=2, metavar="N", help="ranks on this host (default: 2)")
     parser.add_argument("--faults", type=whole(1, 10_000), default=12, metavar="N", help="how many faults (default: 12)")
@@ -63,7 +69,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     given, flags = parser.parse_known_args(arguments)
     for flag in flags:
-        if flag.partition("=")[0] in _OWN:
+        if flag.partition("=")[0] in _DRILL_FLAGS:
             cure = "use --out for the folder of both runs" if flag.startswith("--run-dir") else "leave it out"
             raise UserError(f"{flag.partition('=')[0]} is set by the drill: {cure}")
     flags += ["--seed", str(given.seed)]
@@ -76,7 +82,8 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     return given, flags, config.run.backend == "horovod"
 
 
-def _folder(out: str | None) -> Path:
+def _make_folder(out: str | None) -> Path:
+    """Make the folder of both runs, and return its absolute path. Raises UserError if it exists or cannot be made."""
     folder = Path(out or Path("runs") / f"drill-{time.strftime('%Y%m%d-%H%M%S')}")
     try:
         folder.mkdir(parents=True)
@@ -101,11 +108,11 @@ def table(report: Report) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Carry out a drill; return the exit status: 0 if the results are the same, 1 if not, 2 after a UserError."""
+    """Carry out a drill. Return the exit status: 1 if the report has problems, 2 after a UserError, else 0."""
     try:
         given, flags, horovod = _parse(arguments)
         refuse_launcher("the drill", "the ranks of its job")
-        folder = _folder(given.out)
+        folder = _make_folder(given.out)
 
         def progress(line: str) -> None:
             if given.json:

@@ -64,7 +64,7 @@ class Report:
     problems: list[str] = field(default_factory=list)
 
     def plain(self) -> dict[str, Any]:
-        """Return the report as plain values."""
+        """Return the report as plain values; ``holds`` is true if there are no problems."""
         return {**asdict(self), "holds": not self.problems}
 
 
@@ -101,7 +101,7 @@ class Exercise:
         """Carry out the drill with this number of ``faults``. Blocks until both runs have ended.
 
         Raises:
-            UserError: the undisturbed run fails.
+            UserError: the undisturbed run fails, or takes no step for ``limit`` seconds.
         """
         began = time.monotonic()
         self.report.undisturbed = self._undisturbed()
@@ -192,7 +192,7 @@ class Exercise:
         if not row.target:
             return f"{fault.name}: not carried out, since the job has ended"
         self.report.rows.append(row)
-        injected, (inode, before), starts = time.monotonic(), job.position(), len(job.starts())
+        injected, (inode, last_step), starts = time.monotonic(), job.position(), len(job.starts())
         time.sleep(_EXIT_SECONDS)
         survivors = set(job.ranks().values())
 
@@ -201,15 +201,15 @@ class Exercise:
                 row.detected = time.monotonic() - injected
             if job.restart_if_failed():
                 return True
-            now = job.starts()[starts:]
-            file, step = job.position()
-            return bool(now) and file != inode and step > now[-1]
+            new_starts = job.starts()[starts:]
+            new_inode, new_step = job.position()
+            return bool(new_starts) and new_inode != inode and new_step > new_starts[-1]
 
         self._wait(job, recovered, f"the recovery from {fault.name}")
-        began = job.starts()[starts:]
-        if began:
+        new_starts = job.starts()[starts:]
+        if new_starts:
             row.recovered = time.monotonic() - injected
-            row.repeated = max(0, before - began[-1])
+            row.repeated = max(0, last_step - new_starts[-1])
         return f"{row.fault} ({row.target}) {row.moment}"
 
     def _inject(self, job: Job, fault: Fault) -> str:
@@ -228,7 +228,7 @@ class Exercise:
     def _await_moment(self, job: Job, step: int) -> str:
         """Wait until the job has taken ``step`` steps, or for a random time; then call :meth:`_leave_step`.
 
-        Return the moment in words.
+        This first wait is over early if the launcher ends. Return the moment in words.
         """
         if self._generator.random() < _BY_TIME:
             seconds = self._generator.uniform(0.1, 3.0)
@@ -242,7 +242,10 @@ class Exercise:
         return moment or f"after step {self._steps[-1]}"
 
     def _leave_step(self, job: Job) -> None:
-        """Wait for the next step if the current step had ``_REPEATS`` faults: after one more, the run would not restart."""
+        """Wait for the next step if the current step had ``_REPEATS`` faults: after one more, the run would not restart.
+
+        Then append the step to ``_steps``, because a fault follows.
+        """
         last = self._steps[-_REPEATS:]
         if len(last) == _REPEATS and set(last) == {job.position()[1]}:
             self._wait(job, lambda: job.position()[1] != last[0] or job.restart_if_failed(), "another step")
@@ -260,7 +263,7 @@ class Exercise:
             time.sleep(_POLL_SECONDS)
 
     def _compare(self, job: Job) -> None:
-        """Add the differences between the two results to the problems."""
+        """Read the result with faults. Add to the problems: no fault, no result, each difference from the other run."""
         if not self.report.rows:
             self.report.problems.append("no fault was carried out: the job ended too early; give it more steps")
         summary = job.folder / "summary.json"

@@ -28,7 +28,7 @@ class Fault:
     inject: Callable[[Job, random.Random], str]
 
 
-def _one_rank(number: signal.Signals) -> Callable[[Job, random.Random], str]:
+def _signal_one_rank(number: signal.Signals) -> Callable[[Job, random.Random], str]:
     def inject(job: Job, generator: random.Random) -> str:
         ranks = job.ranks()
         if not ranks:
@@ -40,7 +40,7 @@ def _one_rank(number: signal.Signals) -> Callable[[Job, random.Random], str]:
     return inject
 
 
-def _all_ranks(number: signal.Signals) -> Callable[[Job, random.Random], str]:
+def _signal_all_ranks(number: signal.Signals) -> Callable[[Job, random.Random], str]:
     def inject(job: Job, generator: random.Random) -> str:
         ranks = job.ranks()
         for process in ranks.values():
@@ -50,11 +50,11 @@ def _all_ranks(number: signal.Signals) -> Callable[[Job, random.Random], str]:
     return inject
 
 
-def _launcher(job: Job, generator: random.Random) -> str:
+def _kill_launcher(job: Job, generator: random.Random) -> str:
     return f"process {job.launcher}" if job.kill_launcher() else ""
 
 
-def _in_checkpoint(job: Job, generator: random.Random) -> str:
+def _kill_rank_0_in_save(job: Job, generator: random.Random) -> str:
     """Kill rank 0 while a checkpoint's temporary file exists, or after some seconds without one."""
     deadline = time.monotonic() + _WRITE_SECONDS
     while not (writing := job.is_writing()) and time.monotonic() < deadline and job.status() is None:
@@ -66,7 +66,7 @@ def _in_checkpoint(job: Job, generator: random.Random) -> str:
     return "rank 0, half-written" if writing else "rank 0, no checkpoint was written meanwhile"
 
 
-def _damaged(job: Job, generator: random.Random) -> str:
+def _damage_checkpoint(job: Job, generator: random.Random) -> str:
     """Stop all ranks, invert a random byte of the newest checkpoint, then kill the ranks."""
     ranks, newest = job.ranks(), job.checkpoints()[-1:]
     if not ranks or not newest:
@@ -88,7 +88,7 @@ def _damaged(job: Job, generator: random.Random) -> str:
     return path.name
 
 
-def _full(job: Job, generator: random.Random) -> str:
+def _fill_file_system(job: Job, generator: random.Random) -> str:
     """Fill the file system, wait up to ``_WRITE_SECONDS`` for a failed write, kill a rank, and free the space."""
     ranks = job.ranks()
     if not ranks or not job.folder.exists():
@@ -105,16 +105,16 @@ def _full(job: Job, generator: random.Random) -> str:
     return f"rank {rank}, {'after a write failed' if failed else 'no write failed meanwhile'}"
 
 
-STOP_RANK = Fault("SIGSTOP of a rank", _one_rank(signal.SIGSTOP))  # only other ranks detect it
+STOP_RANK = Fault("SIGSTOP of a rank", _signal_one_rank(signal.SIGSTOP))  # only other ranks detect it
 FAULTS = (
-    Fault("SIGKILL of a rank", _one_rank(signal.SIGKILL)),
-    Fault("SIGKILL of all ranks", _all_ranks(signal.SIGKILL)),
-    Fault("SIGKILL of the launcher", _launcher),
-    Fault("SIGTERM of a rank", _one_rank(signal.SIGTERM)),
-    Fault("SIGTERM of all ranks", _all_ranks(signal.SIGTERM)),
-    Fault("SIGKILL of rank 0 during a save", _in_checkpoint),
-    Fault("newest checkpoint damaged", _damaged),
+    Fault("SIGKILL of a rank", _signal_one_rank(signal.SIGKILL)),
+    Fault("SIGKILL of all ranks", _signal_all_ranks(signal.SIGKILL)),
+    Fault("SIGKILL of the launcher", _kill_launcher),
+    Fault("SIGTERM of a rank", _signal_one_rank(signal.SIGTERM)),
+    Fault("SIGTERM of all ranks", _signal_all_ranks(signal.SIGTERM)),
+    Fault("SIGKILL of rank 0 during a save", _kill_rank_0_in_save),
+    Fault("newest checkpoint damaged", _damage_checkpoint),
     STOP_RANK,
 )
 #: This fault needs a run with its own small file system.
-FULL_DISK = Fault("file system full", _full)
+FULL_DISK = Fault("file system full", _fill_file_system)

@@ -25,7 +25,7 @@ END_SECONDS = 20.0  # from SIGTERM to SIGKILL of the processes that are left
 
 
 class Job:
-    """A training job of ``nproc`` ranks, started again until it has finished.
+    """A training job of ``nproc`` ranks under a launcher. :meth:`start` starts it.
 
     torchrun's agent restarts the ranks; horovodrun restarts nothing. If the launcher fails, :meth:`restart_if_failed`
     restarts the launcher.
@@ -111,9 +111,9 @@ class Job:
         return found
 
     def end(self) -> list[int]:
-        """End all processes of the job; return the ids of those that SIGTERM did not end.
+        """End all processes of the job; return the ids of those that still ran ``END_SECONDS`` after SIGTERM.
 
-        Blocks for at most twice ``END_SECONDS``.
+        Those get SIGKILL. Blocks for at most twice ``END_SECONDS``.
         """
         deadline = time.monotonic() + END_SECONDS
         found = {process for process, _ in self._processes()}

@@ -24,7 +24,7 @@ class SmallDisk:
     """A new file system at ``folder``, large enough for ``runs`` runs that each write as much as the folder ``like``.
 
     Raises:
-        OSError: the file system cannot be mounted here.
+        OSError: the file system cannot be mounted here, or there is too little free memory.
     """
 
     def __init__(self, folder: Path, like: Path, runs: int) -> None:

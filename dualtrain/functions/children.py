@@ -36,7 +36,7 @@ _PROGRAM = "import sys; sys.path[:] = {path!r}; from dualtrain.functions.rank im
 
 
 class Child:
-    """A process that is one rank."""
+    """A process that is one rank. The constructor starts it, and raises OSError if it cannot."""
 
     def __init__(self, rank: int, size: int, env: Mapping[str, str], executable: str) -> None:
         self.rank = rank
@@ -232,7 +232,10 @@ def _deadline(children: Sequence[Child], failures: Sequence[RankFailedError], cu
 
 
 def _end(children: Sequence[Child], returned: bool) -> None:
-    """End the ranks' processes that still run. Blocks for some seconds, or longer if the kernel does not end them."""
+    """End the ranks' processes that still run, and close every child. Blocks for some seconds.
+
+    Unless all functions have ``returned``, also end the processes that the ranks have started.
+    """
     left = [child for child in children if child.status is None]
     if returned and left:
         names = ", ".join(f"rank {child.rank}" for child in left)

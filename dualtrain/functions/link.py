@@ -29,7 +29,10 @@ class Link:
         return message
 
     def read(self) -> bool:
-        """Read the available bytes, and block if there are none; return False if the other end is closed."""
+        """Read the available bytes; return False if the other end is closed.
+
+        Blocks if there are none. A non-blocking socket raises BlockingIOError instead.
+        """
         try:
             data = self.socket.recv(1 << 20)
         except ConnectionResetError:
@@ -38,7 +41,7 @@ class Link:
         return bool(data)
 
     def read_rest(self) -> None:
-        """Read all available bytes, without blocking."""
+        """Read all available bytes, without blocking. The socket stays non-blocking afterwards."""
         self.socket.setblocking(False)
         try:
             while self.read():

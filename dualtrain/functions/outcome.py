@@ -35,7 +35,7 @@ class Outcome:
     by_peer: bool = False
 
     def failure(self, rank: int, size: int) -> RankFailedError:
-        """Return the exception that the caller of :func:`run` gets; its cause is the function's exception, if known."""
+        """Return the exception for the caller of ``dualtrain.run``; its cause is the function's exception, if known."""
         message = f"rank {rank} of {size} failed: {self.reason}"
         failed = RankFailedError(message, rank, self.trace, by_peer=self.by_peer)
         try:
@@ -91,7 +91,7 @@ def _in_one_line(error: BaseException) -> str:
 
 
 def _without_own_frames(error: BaseException) -> BaseException:
-    """Remove this package's frames from the beginning of the traceback."""
+    """Remove the frames of ``dualtrain.functions`` from the beginning of the error's traceback; return the error."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_code.co_filename.startswith(_FOLDER):
         trace = trace.tb_next

@@ -37,11 +37,11 @@ class BucketMemory:
         extra: the scalars, the last part of ``wire``.
         views: the gradients' places in ``values``, in the order of the slots.
         exposed: the tensors by which the program sees the gradients.
-        keeps_views: True if the program has kept a view of an earlier gradient. The bucket's gradients then get memory
-            outside of the bucket.
+        keeps_views: True if the program has kept a view of an earlier gradient, or ``share_memory_()`` has moved gradients.
+            The bucket's gradients then get memory outside of the bucket.
         group: this memory and those of the buckets that were made together with it. ``link`` sets this list.
         ranges: where the gradients of ``group`` lie, sorted: (first address, address past the last).
-        on_replaced: function that is called after ``wire`` was replaced.
+        on_replaced: function that is called after ``wire`` or ``values`` was replaced.
     """
 
     def __init__(
@@ -72,8 +72,8 @@ class BucketMemory:
         """Make ``wire`` the buffer that is sent, and ``values`` the place of the gradients."""
         self.wire, self.values, self.extra = wire, values, wire[self._numel :]
         self.views = self.split(values)
-        found = values.data_ptr(), values.data_ptr() + values.nbytes
-        self.ranges[self.ranges.index(self._range)] = self._range = found
+        new_range = values.data_ptr(), values.data_ptr() + values.nbytes
+        self.ranges[self.ranges.index(self._range)] = self._range = new_range
         self.ranges.sort()
         self._place_slots()
         self.on_replaced()
@@ -96,7 +96,7 @@ class BucketMemory:
     # -- views that the program keeps -------------------------------------------------------------------------------
 
     def end_round(self) -> None:
-        """Record that the program gets the gradients, so that it may keep views of them."""
+        """Record that the program gets the gradients now, and can keep views of them."""
         self._may_write = False
 
     def leave_views(self) -> None:

@@ -98,7 +98,7 @@ class Bucket:
         self.on_new_extra(self.memory.extra)
 
     def clear(self) -> None:
-        """Move gradients out of the buckets, so that the program keeps their values; then fill the buffer with zeros."""
+        """Move gradients out of the buckets, so that the program keeps their values; then set buffer and shards to 0."""
         # Before the copies: if the program keeps views, the gradients stay in the memory that they share with the views.
         self.memory.leave_layout()
         for slot in self.memory.slots_inside():
@@ -201,7 +201,7 @@ class Bucket:
         large: list[tuple[Slot, torch.Tensor]] = []
         for slot, grad in zip(slots, grads, strict=True):
             # A gradient may have moved to a different device: copy it, since ``torch.mul`` would raise here, on this rank
-            # alone. All ranks refuse the gradient later.
+            # only. All ranks refuse the gradient later.
             in_one_step = slot.view.nbytes >= LARGE_BYTES and grad.dtype is slot.dtype and grad.is_cpu
             (large if in_one_step else small).append((slot, grad))
         copy_all([slot.view for slot, _ in small], [grad for _, grad in small])
@@ -214,7 +214,7 @@ class Bucket:
             slot.view.mul_(factor)
 
     def _sort(self) -> tuple[list[Slot], list[torch.Tensor]]:
-        """Return the slots whose gradients must be copied, and these gradients; record the other slots."""
+        """Return the slots whose gradients must be copied, and these gradients; record the other and refused slots."""
         slots, grads = [], []
         self._copied, self._kept, self._missing, self._frozen = [], [], [], []
         if (fresh := self._fresh_gradients()) is not None:
@@ -281,10 +281,10 @@ class Bucket:
             self.sum.add_shard([self.memory.wire.clone()])
             return
         slots, grads = self._sort()
-        found = dict(zip(slots, grads, strict=True))
-        found.update((slot, slot.view.clone()) for slot in self._kept)
-        found.update((slot, torch.zeros_like(slot.view)) for slot in self._missing)
-        parts = [found[slot].detach().to(slot.dtype) for slot in self.slots]
+        grad_of = dict(zip(slots, grads, strict=True))
+        grad_of.update((slot, slot.view.clone()) for slot in self._kept)
+        grad_of.update((slot, torch.zeros_like(slot.view)) for slot in self._missing)
+        parts = [grad_of[slot].detach().to(slot.dtype) for slot in self.slots]
         self.sum.add_shard([*parts, self.memory.extra.clone()])
 
     def _split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -300,7 +300,7 @@ class Bucket:
         return self._parts_of[address]
 
     def start(self) -> None:
-        """Start the all-reduce. Sums of gradients are scaled by the transfer's factor; sums of extra scalars are not."""
+        """Start the all-reduce. Sums of gradients are scaled by ``Scaling.in_sum``; sums of extra scalars are not."""
         self.work = self.sum.start(self.name, self._scaling.in_sum, self.memory.extra.numel())
 
     def finish(self) -> None:
@@ -323,7 +323,7 @@ class Bucket:
     def unpack(self) -> None:
         """Make every ``param.grad`` a view of its part of the buffer, except for the gradients of ``outside``.
 
-        A parameter that is frozen in this round gets no gradient.
+        A parameter that is frozen in this round gets no gradient; ``refused`` records it if another rank trains it.
         """
         self._packed.forget()
         self.memory.end_round()

@@ -131,8 +131,8 @@ class Exchange:
         Ranks that keep the layout wait for these buckets.
 
         Raises:
-            BackendError: on every rank, if some ranks keep the layout; or as in :meth:`send_next`. In both cases, all
-                gradients are dropped.
+            BackendError: on every rank, if some ranks keep the layout; on this rank, if an earlier exchange failed or was
+                interrupted. All gradients are dropped, unless an earlier exchange failed.
         """
         if self._backend is None:
             return
@@ -158,10 +158,13 @@ class Exchange:
     # -- one round ------------------------------------------------------------------------------------------------
 
     def send_next(self, scalars: torch.Tensor | None = None) -> Bucket:
-        """Send the next bucket; does not block. ``scalars``, if given, are sent as extra scalars with the last bucket.
+        """Send the next bucket. ``scalars``, if given, are sent as extra scalars with the last bucket.
+
+        Waits for the backend's earlier asynchronous calls, but not for the bucket's sum.
 
         Raises:
-            BackendError: an earlier call was interrupted before it had sent its bucket. All gradients are dropped then.
+            BackendError: the bucket cannot be sent; or an earlier call was interrupted before it had sent its bucket, and
+                all gradients are dropped.
         """
         assert self._backend is not None
         schedule = self.schedule
@@ -272,7 +275,10 @@ class Exchange:
             bucket.forget_gradients()
 
     def unpack(self) -> None:
-        """Make every ``param.grad`` the result of the round, and gather the sparse gradients. Collective; blocks."""
+        """Make every ``param.grad`` the result of the round, and gather the sparse gradients. Collective; blocks.
+
+        With ``unused="none"``, the result is ``None`` if no rank used the parameter.
+        """
         assert self._backend is not None
         self._unpack_buckets()
         self.sparse.reduce(self.slots, self._backend, self.transfer, drop_empty=self.unused == "none")
@@ -331,7 +337,10 @@ class Exchange:
             bucket.outside.clear()  # drop the references to the gradients
 
     def is_reduced(self) -> bool:
-        """Return whether the gradients are the result of the last round, and were not zeroed or set to ``None`` since."""
+        """Return whether the gradients are the result of the last round, and were not all zeroed or set to ``None`` since.
+
+        Zeroed gradients are not detected on a GPU, or if ranks have several shards.
+        """
         if not self.reduced or not self._results:
             return self.reduced
         if all(slot.param.grad is None for slot in self.slots):

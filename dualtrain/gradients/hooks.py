@@ -60,10 +60,10 @@ class ModuleAttribute:
     def unaveraged(self, known: Container[int]) -> tuple[str, bool] | None:
         """Return what the attribute holds now ("parameter" or "module"), and whether it is in use.
 
-        Return ``None`` if each trained parameter in the attribute has a reducer or is in ``known``, the ids of the caller's
-        parameters. (Some of the caller's parameters may have no hook yet.) A parameter always counts as in use. A module
-        counts as in use if one of its parameters without a reducer has a gradient. A copy of a model that only computes
-        targets has no gradients, so it does not count as in use.
+        Return ``None`` if the module ``owner`` was freed, or if each trained parameter in the attribute has a reducer or is
+        in ``known``, the ids of the caller's parameters. (Some of the caller's parameters may have no hook yet.)
+        A parameter always counts as in use. A module counts as in use if one of its parameters without a reducer has a
+        gradient. A copy of a model that only computes targets has no gradients, so it does not count as in use.
         """
         owner = self.owner()
         if owner is None:

@@ -16,7 +16,7 @@ from dualtrain.backends.agreement import Call, agree
 from dualtrain.differences import fingerprint
 from dualtrain.errors import BackendError
 
-_EACH = 3  # how many elements of each dimension are compared
+_ELEMENTS = 3  # how many elements of each dimension are compared
 
 
 def refuse_other_order(backend: Backend, named: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -49,7 +49,7 @@ def refuse_other_order(backend: Backend, named: Sequence[tuple[str, torch.Tensor
 def _fingerprint(p: torch.Tensor) -> int:
     """Return a hash of the shape, the dtype and the first elements of ``p``."""
     try:
-        part = p.detach()[(slice(_EACH),) * p.dim()].cpu()
+        part = p.detach()[(slice(_ELEMENTS),) * p.dim()].cpu()
         if part.is_complex():
             part = torch.view_as_real(part.resolve_conj())
         elements = part.to(torch.float64).flatten().tolist()

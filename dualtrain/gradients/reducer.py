@@ -132,7 +132,7 @@ class GradientReducer:
         self._number = self._turns.enter(self)
 
     def _leave(self) -> None:
-        if not self.closed:  # afterwards, another reducer may have this number
+        if not self.closed:  # after ``close``, another reducer may have this number
             self._turns.leave(self._number)
 
     @property
@@ -290,6 +290,7 @@ class GradientReducer:
             bucket.sum.begin()
 
     def _use_layout(self) -> None:
+        """Make new buckets if a parameter was added since the last ones were made. Collective in this case; blocks."""
         self.backend.check_process()  # before zeros are copied to a bucket, as for gradients in ``_begin_pass``
         self._add_unfrozen()
         if not self._exchange.laid_out:
@@ -354,7 +355,7 @@ class GradientReducer:
         """Discard a failed exchange, and use the new ``backend``, whose ranks then compare their layouts.
 
         The ranks do not compare the steps that they took before, so make their parameters equal. If there are several
-        reducers, every rank must call this method of them in the same order.
+        reducers, every rank must call their ``forget`` in the same order.
         """
         self._leave()
         self._enter(backend)
@@ -379,7 +380,7 @@ class GradientReducer:
         self._exchange.refusals.record_replacement(attribute, name)
 
     def gradient_ready(self, slot: Slot) -> None:
-        """Mark a gradient ready, and send the buckets that are complete. Runs for each gradient in every step."""
+        """Mark a gradient ready, and send the buckets that are complete and next in order. Runs for each gradient."""
         exchange = self._exchange
         exchange.reduced, self.has_local = False, True
         running = self._is_running

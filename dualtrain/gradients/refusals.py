@@ -90,7 +90,7 @@ class Refusals:
         """Return the reason why this rank must refuse the exchange; ``None`` if it has none."""
         refused = (bucket.refused.reason() for bucket in buckets)
         found = self._forms.difference() or next(filter(None, refused), None)
-        return found or self._unknown() or self._unaveraged() or self._lost() or self._dropped()
+        return found or self._unknown_reason() or self._unaveraged_reason() or self._lost_reason() or self._dropped_reason()
 
     def drop_gradients(self, by: str = "when their exchange failed") -> None:
         """Set all gradients to ``None``, because some may be sums, and others this rank's own gradients.
@@ -101,7 +101,7 @@ class Refusals:
             slot.param.grad = None
         self.dropped, self.sent_dropped, self._dropped_by = bool(self.hooks.slots), False, by
 
-    def _unaveraged(self) -> str | None:
+    def _unaveraged_reason(self) -> str | None:
         # Attributes are checked here, and not in ``record_replacement``: the program may call add_param_group later.
         for key, (attribute, name) in list(self._replaced.items()):
             found = attribute.unaveraged(self.hooks.known)
@@ -120,14 +120,14 @@ class Refusals:
                 )
         return None
 
-    def _dropped(self) -> str | None:
+    def _dropped_reason(self) -> str | None:
         if self.dropped:
             self.dropped = all(slot.param.grad is None for slot in self.hooks.slots)
         if not self.dropped:
             return SENT_DROPPED if self.sent_dropped else None
         return f"the gradients were dropped {self._dropped_by}: call optimizer.zero_grad(), and run backward again"
 
-    def _lost(self) -> str | None:
+    def _lost_reason(self) -> str | None:
         lost = self.hooks.lost()
         if lost is None:
             return None
@@ -138,7 +138,7 @@ class Refusals:
             "before the next backward"
         )
 
-    def _unknown(self) -> str | None:
+    def _unknown_reason(self) -> str | None:
         if self.optimizer is None:
             return None
         groups = self.optimizer.param_groups
@@ -174,7 +174,7 @@ class Refusals:
 
     def check_groups(self, backend: Backend) -> None:
         """Raise BackendError, on this rank, if the optimizer has gradients that were not averaged."""
-        reason = self._lost() or self._unknown()
+        reason = self._lost_reason() or self._unknown_reason()
         if reason is not None:
             raise BackendError(f"rank {backend.job_rank}: {reason}")
 
@@ -275,7 +275,7 @@ class Refusals:
 def _raise_first(states: Sequence[tuple[str | None, int]], members: Sequence[int]) -> NoReturn:
     """Raise BackendError with the reason of the first rank that has one, or else with two ranks' different step counts.
 
-    ``members`` are the ranks' numbers in the job.
+    If there are neither, say that the reason no longer exists. ``members`` are the ranks' numbers in the job.
     """
     for rank, (reason, _) in zip(members, states, strict=True):
         if reason is not None:

@@ -207,7 +207,7 @@ def write_back(kept: list[tuple[Slot, torch.Tensor]]) -> None:
     """Copy each result into the existing ``param.grad``, so that the program's references to it stay valid.
 
     If such gradients share memory, only the first one can hold its result. The others become views of their buckets, and
-    so does a gradient whose own elements share memory.
+    so do a gradient whose own elements share memory, and one that is no longer ``param.grad``.
     """
     end = 0
     for slot, grad in sorted(kept, key=lambda pair: pair[1].data_ptr()):

@@ -75,9 +75,10 @@ class Turns:
         return [member for member in members if member is not None]
 
     def due(self, number: int, member: Member) -> list[Member]:
-        """Return the reducers that exchange gradients now, in their order. Collective if there are several reducers.
+        """Return the reducers that exchange gradients now, in the same order on every rank.
 
-        These are reducer ``number`` and the reducers with gradients to send, on any rank.
+        These are reducer ``number`` and the reducers with gradients to send, on any rank. Collective if there are several
+        reducers.
 
         Args:
             number: the number of the reducer that has called this method.
