@@ -36,7 +36,7 @@ from dualtrain.launchers import World, detect_world
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line. Return the exit status, unless the script itself calls ``sys.exit``."""
+    """Run the command line. Return the exit status, unless the script itself calls ``sys.exit`` or raises an exception."""
     first, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
     if first in ("--check", "--fix", "--recorder") and {"-h", "--help"}.intersection(rest):
         first = "--help"
@@ -77,6 +77,7 @@ def _run_option(option: str, arguments: list[str]) -> int:
 
 
 def _load(first: str, rest: list[str]) -> Program:
+    """Return the script to run, and set DUALTRAIN_BACKEND for it. Raises UserError for a wrong command line."""
     if not first:
         raise UserError("no script was given: name one, or see --help")
     if first.startswith("-") and first != "-m":

@@ -28,7 +28,8 @@ _USES_ONLY = re.compile(r"^torch\.(optim\.|save$|nn\.utils\.clip_)")
 def may_average(source: Source) -> bool:
     """Return whether the program may average gradients or weights without Horovod's optimizer.
 
-    It may do so by hooks, by collectives near parameters, or by DistributedDataParallel and similar libraries.
+    It may do so by hooks, by functions with names such as ``average_gradients``, by collectives near parameters, or by
+    DistributedDataParallel and similar libraries.
     """
     calls = (file.name(call.func) for file in source.files for call in file.calls)
     if has_gradient_hooks(source) or any(map(_WRAPPERS.search, calls)):

@@ -62,14 +62,14 @@ class Bindings:
         """Return the full name of the import that ``node`` refers to, or an empty string."""
         return self.meaning(node.id, node)
 
-    def meaning(self, name: str, at: ast.AST, *, certain: bool = False) -> str:
-        """Return the full name of the import that ``name`` refers to in code at the node ``at``, or an empty string.
+    def meaning(self, name: str, node: ast.AST, *, certain: bool = False) -> str:
+        """Return the full name of the import that ``name`` refers to in code at ``node``, or an empty string.
 
         With ``certain``, return an empty string for parameters, even if their value most likely is a module in ``HOMES``.
         """
         if name not in self.imported:
             return ""
-        for scope in self._scopes(at):
+        for scope in self._scopes(node):
             if name in self._others.get(scope, ()):
                 return ""
             if name in self._imports.get(scope, ()):
@@ -104,7 +104,7 @@ class Bindings:
                 self._others[function].discard(name)
 
     def _assigns(self, function: ast.AST, name: str) -> bool:
-        """Return whether ``function`` assigns ``name``, or a function in it does."""
+        """Return whether ``function``, or a function in it, assigns ``name``. Fallbacks do not count."""
         stores = (node for node in ast.walk(function) if isinstance(node, ast.Name) and is_stored(node))
         return any(node.id == name and not self._is_fallback(node) for node in stores)
 

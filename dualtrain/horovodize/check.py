@@ -60,9 +60,9 @@ def _skipped(without_horovod: int, unreadable: Sequence[str]) -> str:
 
 
 def merged(found: Sequence[Finding]) -> list[tuple[Finding, list[int]]]:
-    """Combine the findings of one file that have the same message.
+    """Combine the findings of one file that have the same level and message.
 
-    Return the first finding with each message, and the lines of the other findings with this message.
+    Return the first of these findings, and the lines of the others.
     """
     same: dict[tuple[str, str], list[Finding]] = {}
     for finding in found:
@@ -81,7 +81,7 @@ def findings(source: Source) -> list[Finding]:
     """Return the findings of all rules in one script, sorted by line, without duplicates.
 
     Lines that never run, or run only without Horovod or with one rank, have no findings. Functions that nothing uses have
-    only findings of the level "unsupported".
+    only findings of the level "unsupported". A script that does not use Horovod has none.
     """
     if not source.uses_horovod and not source.wrapped:
         return []
@@ -108,7 +108,7 @@ def status(found: Iterable[Finding]) -> int:
 
 
 def summary(sources: Iterable[Source], found: Iterable[Finding]) -> str:
-    """Return a line with the number of files, and the number of findings of each level."""
+    """Return a line with the number of files, and the number of findings of each level, or that no file uses Horovod."""
     sources, levels = list(sources), Counter[str](finding.level for finding in found)
     read = f"{len(sources)} file{'s' * (len(sources) != 1)} read"
     if not any(source.uses_horovod for source in sources):

@@ -69,13 +69,13 @@ class Layout:
         return self.text[self.start(node) : self.end(node)]
 
     def replace(self, node: ast.AST, code: str) -> Edit:
-        """Replace ``node`` by ``code``."""
+        """Return the edit that replaces ``node`` by ``code``."""
         return Edit(self.start(node), self.end(node), code)
 
     def insert_before(self, statement: ast.stmt, code: str) -> list[Edit]:
-        """Insert the simple statement ``code`` before ``statement`` and the comments above it.
+        """Return the edit that inserts the simple statement ``code`` before ``statement`` and the comments above it.
 
-        If other code precedes ``statement`` on its line (``if x:``, or a semicolon), insert ``code; `` between them. Return
+        If other code precedes ``statement`` on its line (``if x:``, or a semicolon), ``code; `` is put between them. Return
         no edits before ``elif``, and before a compound statement that does not begin its line.
         """
         start = self.start(statement)
@@ -89,7 +89,7 @@ class Layout:
         return [] if _is_compound(statement) else [Edit(start, start, f"{code}; ")]
 
     def insert_after(self, statement: ast.stmt, code: str) -> list[Edit]:
-        """Insert ``code`` on a new line after ``statement``.
+        """Return the edit that inserts ``code`` on a new line after ``statement``.
 
         Return no edits if the lines of ``statement`` contain other code, or the last of them has no line end.
         """
@@ -100,7 +100,7 @@ class Layout:
         return [Edit(self._starts[last + 1], self._starts[last + 1], f"{prefix}{code}{self._line_end}")]
 
     def wrap(self, statement: ast.stmt, header: str) -> list[Edit]:
-        """Put ``statement`` into a block under ``header``.
+        """Return the edits that put ``statement`` into a block under ``header``.
 
         Return no edits if the lines of ``statement`` contain other code.
         """
@@ -114,7 +114,7 @@ class Layout:
         return [edits[0]._replace(new=f"{prefix}{header}{self._line_end}{unit}"), *edits[1:]]
 
     def add_keywords(self, call: ast.Call, keywords: Sequence[str]) -> list[Edit]:
-        """Add keyword arguments to ``call``.
+        """Return the edit that adds keyword arguments to ``call``.
 
         Return no edits if the only argument is a generator expression, or the last argument is in parentheses.
         """
@@ -171,7 +171,7 @@ def _is_compound(statement: ast.stmt) -> bool:
 
 
 def _indentation(tree: ast.Module) -> int:
-    """Return the most frequent indentation width of the script."""
+    """Return the most frequent indentation width of the script; 4 if no block is indented."""
     widths: Counter[int] = Counter()
     for node in ast.walk(tree):
         body = getattr(node, "body", None)

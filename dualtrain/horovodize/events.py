@@ -70,27 +70,27 @@ def _event(source: Source, call: ast.Call, backward_functions: set[str]) -> Even
         return None
     if called == "backward":
         return Event("backward", call)
-    on, given = last_name(call.func.value), last_name(call.args[0]) if call.args else ""
-    if given in source.wrapped and called in ("step", "unscale_") and _is_scaler(source, call.func.value):
+    receiver, argument = last_name(call.func.value), last_name(call.args[0]) if call.args else ""
+    if argument in source.wrapped and called in ("step", "unscale_") and _is_scaler(source, call.func.value):
         plain = source.is_plain(call.args[0])
-        return None if plain else Event("scaled step" if called == "step" else "unscale", call, given, call.args[0])
-    if on in source.wrapped and not source.is_plain(call.func.value):
+        return None if plain else Event("scaled step" if called == "step" else "unscale", call, argument, call.args[0])
+    if receiver in source.wrapped and not source.is_plain(call.func.value):
         for kind in ("step", "synchronize", "zero_grad"):
             if called == kind:
-                return Event(kind, call, on, call.func.value)
+                return Event(kind, call, receiver, call.func.value)
     return None
 
 
-def _is_scaler(source: Source, owner: ast.expr) -> bool:
-    """Return whether ``owner`` is a GradScaler, by its name or by a value that is assigned to it."""
-    return any(re.search(r"scal|amp\b", ast.unparse(value), re.IGNORECASE) for value in source.possible_values(owner))
+def _is_scaler(source: Source, receiver: ast.expr) -> bool:
+    """Return whether ``receiver`` is a GradScaler, by its name or by a value that is assigned to it."""
+    return any(re.search(r"scal|amp\b", ast.unparse(value), re.IGNORECASE) for value in source.possible_values(receiver))
 
 
-def since_backward(source: Source, events: list[Event], number: int, *, strictly: bool = False) -> list[Event] | None:
+def since_backward(source: Source, events: list[Event], number: int, *, ignore_steps: bool = False) -> list[Event] | None:
     """Return the events that come after the last backward pass or step, and before event ``number``, latest first.
 
     If event ``number`` has an optimizer, only steps of this optimizer count. If there is no earlier backward pass or step,
-    return all events before ``number``. With ``strictly``, steps do not count: return all events since the last backward
+    return all events before ``number``. With ``ignore_steps``, no step counts: return all events since the last backward
     pass, or None if there is no earlier backward pass. Leave out events that are in a different branch of an ``if`` than
     event ``number``.
     """
@@ -100,10 +100,10 @@ def since_backward(source: Source, events: list[Event], number: int, *, strictly
         if source.exclusive(event.node, this.node):
             continue
         stepped = event.kind in STEPS and this.optimizer in ("", event.optimizer)
-        if event.kind == "backward" or (stepped and not strictly):
+        if event.kind == "backward" or (stepped and not ignore_steps):
             return found
         found.append(event)
-    return None if strictly else found
+    return None if ignore_steps else found
 
 
 def until_backward(events: list[Event], number: int) -> Iterator[Event]:

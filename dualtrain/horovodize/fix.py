@@ -32,7 +32,7 @@ class Repaired(NamedTuple):
 
 
 def fix(arguments: Sequence[str]) -> int:
-    """Repair all files, or with ``--diff`` print the changes. Return the exit status for the remaining findings."""
+    """Repair all files, or print the changes with ``--diff``. Return the exit status, which is 2 after an error."""
     options = [word for word in arguments if word.startswith("-")]
     names = [word for word in arguments if not word.startswith("-")]
     try:
@@ -109,6 +109,7 @@ def _move_lines(text: str, origins: list[int], edits: Sequence[Edit]) -> None:
 
 
 def _encoded(file: ScriptFile, result: Repaired) -> bytes:
+    """Return the repaired script as bytes. Raises UserError if the encoding cannot reproduce the script's bytes."""
     try:
         if file.text.encode(file.encoding) == file.data:
             return result.source.text.encode(file.encoding)
@@ -139,7 +140,7 @@ def _show_diff(file: ScriptFile, data: bytes) -> None:
 
 
 def _report(repaired: dict[str, Repaired], *, diff: bool) -> int:
-    """Print repaired and remaining findings; with ``diff``, print them to standard error.
+    """Print repaired and remaining findings and a summary; with ``diff``, to standard error. Return the exit status.
 
     Line numbers of remaining findings are those of the repaired file; with ``diff``, those of the file, which is unchanged.
     """

@@ -20,7 +20,7 @@ _IMPORTS = re.compile(
     rb"\b(import|from)\b([^#\r\n]|\\\r?\n){0,200}\b(horovod|dualtrain)\b|import_module\(\s*[\"'](horovod|dualtrain)\."
 )
 _LEFT_OUT = {"__pycache__", "node_modules", "site-packages"}
-_PROGRESS_PERIOD = 5.0
+_PROGRESS_PERIOD = 5.0  # seconds
 
 
 class Found(NamedTuple):
@@ -73,6 +73,9 @@ def _python_files(folder: str, unreadable: list[str]) -> Iterator[str]:
 
     Folders that cannot be read are added to ``unreadable``. The current folder is printed every ``_PROGRESS_PERIOD``
     seconds.
+
+    Raises:
+        UserError: after the last folder, if there was no such file.
     """
     found, shown = False, time.monotonic()
     for path, folders, files in os.walk(folder, onerror=lambda error: unreadable.append(str(error.filename))):

@@ -46,7 +46,10 @@ class Guards:
         return any(test is one and truth is value for test, truth in mine for one, value in others if self.signature(test))
 
     def is_decided(self, branch: ast.AST, comparison: str) -> bool:
-        """Return whether an ``if`` around ``branch`` in its function makes this comparison, as in ``elif rank != 0``."""
+        """Return whether an ``if`` around ``branch`` in its function makes this comparison or its opposite.
+
+        ``comparison`` is the second element of a :meth:`signature`.
+        """
         scope = self.source.scope(branch)
         around = [above.test for above in self.source.around(branch, ast.If) if self.source.scope(above) is scope]
         return any((known := self.signature(test)) and known[1] == comparison for test in around)
@@ -109,6 +112,7 @@ class Guards:
         return (guards, ends[0].value) if len(ends) == 1 and ends[0].value is not None else None
 
     def _tested_function(self, value: ast.expr, called: ast.expr) -> tuple[Guards, Function] | None:
+        """Return the function, or property, that is certainly evaluated for ``value``, and the guards of its file."""
         function = self.source.functions.get(last_name(called))
         if function is None:
             found = self.kinds.function(called) if isinstance(value, ast.Call) else None
@@ -119,11 +123,11 @@ class Guards:
         around = self.source.parents[function]
         if is_property is isinstance(value, ast.Call) or isinstance(around, ast.ClassDef) is isinstance(called, ast.Name):
             return None
-        if isinstance(called, ast.Attribute) and not self._is_own(called, around):
+        if isinstance(called, ast.Attribute) and not self._belongs_to(called, around):
             return None
         return self, function
 
-    def _is_own(self, attribute: ast.Attribute, cls: ast.AST) -> bool:
+    def _belongs_to(self, attribute: ast.Attribute, cls: ast.AST) -> bool:
         """Return whether ``attribute`` most likely belongs to an object of the script's class ``cls``."""
         if ast.unparse(attribute) in self.source.values:
             return False
@@ -168,7 +172,10 @@ class Guards:
         return [test for test, _ in self._conditions(node)]
 
     def is_conditional(self, node: ast.AST) -> bool:
-        """Return whether ``node`` may be skipped or repeated, by a condition, a case, a loop or an exception handler."""
+        """Return whether ``node`` may be skipped or repeated, by a condition, a case, a loop or an exception handler.
+
+        A test of ``__name__`` does not count.
+        """
         for above in self.source.above(node):
             if isinstance(above, ast.If) and "__name__" not in ast.unparse(above.test):
                 return True

@@ -55,7 +55,7 @@ def import_edits(source: Source, initialized: bool) -> tuple[list[Finding], list
 
 
 def _asks_for_horovod(source: Source) -> bool:
-    """Return whether the file checks if Horovod is installed: by ``import horovod`` in ``try``, or by its name."""
+    """Return whether the file checks if Horovod is installed: by ``import horovod`` in ``try``, or by looking it up."""
     for node in source.nodes:
         if isinstance(node, ast.Import) and any(alias.name == "horovod" for alias in node.names):
             if is_guarded(source, node):

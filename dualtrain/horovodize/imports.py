@@ -1,8 +1,8 @@
 """Import hook: ``import horovod…`` in a script loads the modules of ``dualtrain.hvd``.
 
-The table ``HOMES`` maps Horovod's modules to those of dualtrain. A script's child processes (``spawn``, ``forkserver``)
-start without the hook but with the parent's ``sys.path``. So :func:`install` adds the folder ``children`` to this
-path. The module ``horovod`` in this folder installs the hook in the child.
+The table ``REPLACEMENTS`` maps Horovod's modules to those of dualtrain. A script's child processes (``spawn``,
+``forkserver``) start without the hook but with the parent's ``sys.path``. So :func:`install` adds the folder ``children``
+to this path. The module ``horovod`` in this folder installs the hook in the child.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 from dualtrain.errors import UserError
 
 #: Module of dualtrain for each module of Horovod. Submodules are mapped accordingly.
-HOMES = {
+REPLACEMENTS = {
     "horovod.torch": "dualtrain.hvd",
     "horovod.common.elastic": "dualtrain.hvd.elastic.common",
     "horovod.common.exceptions": "dualtrain.hvd.exceptions",
@@ -59,7 +59,7 @@ PACKAGES: dict[str, dict[str, Any]] = {
     "horovod.runner.util": {},
 }
 
-_WITH_MODULES = ("horovod.torch", "horovod.ray", "horovod.spark")
+_WITH_SUBMODULES = ("horovod.torch", "horovod.ray", "horovod.spark")
 _OTHER_FRAMEWORKS = ("tensorflow", "keras", "_keras", "mxnet", "spark", "ray", "data")
 _CHILDREN = str(Path(__file__).parent / "children")
 _ROOT = str(Path(__file__).parents[2])
@@ -69,7 +69,7 @@ def home(name: str) -> str | None:
     """Return the module of dualtrain that replaces the module ``name`` of Horovod, or None."""
     if name in ENGINES:
         return ENGINES[name][0]
-    for old, new in HOMES.items():
+    for old, new in REPLACEMENTS.items():
         if name == old or name.startswith(f"{old}."):
             return new + name.removeprefix(old)
     return None
@@ -122,7 +122,7 @@ class _Finder(MetaPathFinder):
         if target_name is None:
             # Don't return None, because the next finder might find an installed Horovod.
             raise ModuleNotFoundError(_missing(name), name=name)
-        return ModuleSpec(name, _Alias(target_name), origin="dualtrain", is_package=name in _WITH_MODULES)
+        return ModuleSpec(name, _Alias(target_name), origin="dualtrain", is_package=name in _WITH_SUBMODULES)
 
 
 _FINDER = _Finder()

@@ -33,7 +33,8 @@ def python(*command: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    ("old", "new"), [*imports.HOMES.items(), *((f"horovod.torch.{name}", f"dualtrain.hvd.{name}") for name in MODULES)]
+    ("old", "new"),
+    [*imports.REPLACEMENTS.items(), *((f"horovod.torch.{name}", f"dualtrain.hvd.{name}") for name in MODULES)],
 )
 @pytest.mark.usefixtures("import_hook")
 def test_horovod_torch_is_the_module_dualtrain_hvd(old, new):

@@ -39,14 +39,14 @@ MOST_FILES = 100
 
 
 def likely_causes(program: Sequence[str]) -> list[str]:
-    """Return the lines of a program that may give different numbers on the two libraries, the likeliest first.
+    """Return the lines of a program that may give different numbers on Horovod and dualtrain, the likeliest first.
 
     Args:
         program: the script and its arguments, with ``-m`` before a module. Modules that the script imports from its own
             folder, directly or through other modules, are read too. With ``-m``, they are read from the current folder.
 
-    Files that cannot be read as Python, or whose code is nested too deeply, are left out: the comparison does not need
-    their lines.
+    Files that cannot be read as Python, whose code is nested too deeply, or beyond ``MOST_FILES`` are left out: the
+    comparison does not need their lines.
     """
     first = Path(*program[1].split(".")) if program[0] == "-m" else Path(program[0])
     start = [first.with_name(first.name + ".py"), first / "__main__.py"] if program[0] == "-m" else [first]

@@ -25,7 +25,7 @@ POLL_SECONDS = 0.05
 
 
 def marked(mark: str) -> list[int]:
-    """Return the ids of the processes that have ``mark``."""
+    """Return the ids of the processes whose variable ``MARK`` has the value ``mark``."""
     wanted = f"{MARK}={mark}".encode()
     found = []
     for name in os.listdir("/proc"):

@@ -17,12 +17,20 @@ from dualtrain.horovodize.prove.records import RunRecord
 def collect(job: Job, rounds: int, recorded: RunRecord | None) -> Evidence:
     """Run the script on both sides, and return the records.
 
-    The first run with dualtrain reproduces Horovod's defects. If the script meets none of them, this run also counts as the
-    run without defects. Otherwise, a run without defects follows, which is shorter if possible. If both sides agree, the
-    other rounds only measure the speed; the side that runs first alternates. If the weights differ, but optimizers, steps
-    and exit status do not, Horovod runs once more, and so does dualtrain if ``rounds`` is above 1 and steps are left. This
-    shows whether runs of the same side agree. Each round after the third then adds a full run on each side. If Horovod's
-    run was recorded earlier, only dualtrain runs. The module ``plan`` computes the numbers of steps.
+    The runs, in this order (if Horovod's run was recorded earlier, only those with dualtrain):
+
+    - A run on Horovod.
+    - A run with dualtrain that reproduces Horovod's defects. If the script meets none of them, this run also counts as the
+      run without defects.
+    - If the script meets some, a run with dualtrain without defects, which is shorter if that is enough. If the run with
+      defects fails, a full run without them.
+    - If both sides agree, the other rounds. They only measure the speed; the side that runs first alternates.
+    - If the weights differ, but optimizers, steps and exit status do not, a second run on Horovod, and one with dualtrain
+      if ``rounds`` is above 1 and steps are left, or if Horovod's run was recorded. They show whether runs of the same side
+      agree. Each round after the third then adds a full run on each side.
+
+    The module ``plan`` computes the numbers of steps. If a run without defects fails with dualtrain, no more runs follow:
+    the traceback is printed, and ``Evidence.failure`` is the error.
 
     Raises:
         RunError: the script failed on Horovod.
@@ -107,7 +115,10 @@ class _Runs:
             self._round(number, steps_of_round)
 
     def repeat(self) -> None:
-        """Run each side again, if possible up to the step at which the sides differ, to see whether its runs agree."""
+        """Run each side again, if possible up to the step at which the sides differ, to see whether its runs agree.
+
+        Then make the rounds after the third.
+        """
         evidence, horovod = self.evidence, self.evidence.horovod[0]
         difference = first_difference(horovod, evidence.full)
         needed = 0 if difference is None else plan.steps_to_reach(difference, horovod)
@@ -130,7 +141,11 @@ class _Runs:
                 self._plain(steps)
 
     def _plain(self, steps: int | None = None) -> None:
-        """Run the script with dualtrain, without Horovod's defects. Keep the longest run first in the list."""
+        """Run the script with dualtrain, without Horovod's defects. Keep the longest run first in the list.
+
+        Raises:
+            _DualtrainError: the script failed.
+        """
         try:
             found = self._run("dualtrain", steps)
         except RunError as error:

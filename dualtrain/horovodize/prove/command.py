@@ -147,7 +147,7 @@ def _prove(given: argparse.Namespace) -> int:
     recorded = None if given.against is None else _complete_record(given.against)
     if recorded is None:
         require_horovod()
-    nproc, steps, seed = _size(given, recorded)
+    nproc, steps, seed = _ranks_steps_and_seed(given, recorded)
     program = (*(["-m"] if given.module else []), given.script, *given.arguments)
     with workspace() as space:
         job = Job(program, nproc, steps, seed, given.timeout, space)
@@ -160,8 +160,8 @@ def _prove(given: argparse.Namespace) -> int:
     return verdict.status
 
 
-def _size(given: argparse.Namespace, recorded: RunRecord | None) -> tuple[int, int, int | None]:
-    """Return the number of ranks, the number of steps, and the seed."""
+def _ranks_steps_and_seed(given: argparse.Namespace, recorded: RunRecord | None) -> tuple[int, int, int | None]:
+    """Return the number of ranks, the number of steps, and the seed. Raises UserError if the record has different ones."""
     nproc, steps, seed = given.nproc, given.steps, given.seed
     if recorded is not None:
         start = recorded.ranks[0].start
@@ -207,6 +207,7 @@ def _check_new(folder: Path) -> None:
 
 
 def _record_only(job: Job, folder: Path) -> None:
+    """Run the script once on Horovod, and copy the record to ``folder``. Raises RunError, or UserError."""
     run = job.record("Horovod", "record")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -218,6 +219,7 @@ def _record_only(job: Job, folder: Path) -> None:
 
 
 def _report(given: argparse.Namespace, evidence: Evidence, verdict: Verdict) -> None:
+    """Write the requested files, and print the results. Raises UserError, after printing, if a file cannot be written."""
     lines = [*text_table(table(evidence)), "", *verdict.details, verdict.line]
     try:
         if given.json is not None:

@@ -248,7 +248,7 @@ def skipped_reduction(source: Source) -> Iterator[Finding]:
     """A step in skip_synchronize() without synchronize() may use gradients that have not been averaged."""
     for events in steps(source):
         for number, event in enumerate(events):
-            before = since_backward(source, events, number, strictly=True)
+            before = since_backward(source, events, number, ignore_steps=True)
             if event.kind != "step" or before is None or not skips(source, event) or has(before, "synchronize"):
                 continue
             # clip_before_synchronize reports a clip, change or update. Of several steps, only the first is reported.
@@ -283,7 +283,7 @@ def zero_grad_before_step(source: Source) -> Iterator[Finding]:
         for number, event in enumerate(events):
             if event.kind != "zero_grad":
                 continue
-            before = since_backward(source, events, number, strictly=True)
+            before = since_backward(source, events, number, ignore_steps=True)
             used = any(has(before, kind, event.optimizer) for kind in ("step", "scaled step", "synchronize"))
             stepped = any(
                 later.kind in STEPS and later.optimizer == event.optimizer for later in until_backward(events, number)
