@@ -38,8 +38,8 @@ def allreduce(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = Reduc
         BackendError: as :meth:`dualtrain.Backend.allreduce`. All functions of this module raise it.
     """
     op = _linear("allreduce", op, backend)
-    result, graded = _forward(tensor, backend, lambda: backend.allreduce(tensor, op, name="allreduce"))
-    return _with_backward(tensor, result, graded, lambda grad: allreduce(grad, backend, op))
+    result, any_requires_grad = _forward(tensor, backend, lambda: backend.allreduce(tensor, op, name="allreduce"))
+    return _with_backward(tensor, result, any_requires_grad, lambda grad: allreduce(grad, backend, op))
 
 
 @not_compiled
@@ -48,13 +48,13 @@ def allgather(tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
     shape = _checked("allgather", tensor, backend).shape
     own_rows = torch.tensor([shape[0] if tensor.dim() else 1], device="cpu")
     rows = backend.allgather(own_rows, name="allgather.rows").tolist()
-    result, graded = _forward(tensor, backend, lambda: backend.allgather(tensor, name="allgather"))
+    result, any_requires_grad = _forward(tensor, backend, lambda: backend.allgather(tensor, name="allgather"))
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
         summed = allreduce(grad, backend, ReduceOp.SUM)
         return summed.narrow(0, sum(rows[: backend.rank]), rows[backend.rank]).reshape(shape)
 
-    return _with_backward(tensor, result, graded, backward)
+    return _with_backward(tensor, result, any_requires_grad, backward)
 
 
 @not_compiled
@@ -64,14 +64,14 @@ def broadcast(tensor: torch.Tensor, backend: Backend, root: int = 0) -> torch.Te
     Raises:
         ValueError: ``root`` is not a rank.
     """
-    result, graded = _forward(tensor, backend, lambda: backend.broadcast(tensor, root, name="broadcast"))
+    result, any_requires_grad = _forward(tensor, backend, lambda: backend.broadcast(tensor, root, name="broadcast"))
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
         summed = allreduce(grad, backend, ReduceOp.SUM)
         # Zeros that depend on ``summed``: a second backward pass is collective too, so it must run on every rank.
         return summed if backend.rank == root else summed.masked_fill(summed.new_ones((), dtype=torch.bool), 0)
 
-    return _with_backward(tensor, result, graded, backward)
+    return _with_backward(tensor, result, any_requires_grad, backward)
 
 
 @not_compiled
@@ -84,9 +84,9 @@ def reducescatter(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = R
         ValueError: ``op`` is neither sum nor average, or ``tensor`` has no dimension.
     """
     op = _linear("reducescatter", op, backend)
-    result, graded = _forward(tensor, backend, lambda: backend.reducescatter(tensor, op, name="reducescatter"))
+    result, any_requires_grad = _forward(tensor, backend, lambda: backend.reducescatter(tensor, op, name="reducescatter"))
     divisor = backend.size if op is ReduceOp.AVERAGE else 1
-    return _with_backward(tensor, result, graded, lambda grad: allgather(grad / divisor, backend))
+    return _with_backward(tensor, result, any_requires_grad, lambda grad: allgather(grad / divisor, backend))
 
 
 @not_compiled
@@ -97,7 +97,9 @@ def alltoall(tensor: torch.Tensor, backend: Backend, splits: Sequence[int] | tor
         ValueError: ``tensor`` has no dimension or cannot be split equally, or ``splits`` does not fit it.
     """
     # The asynchronous form returns the number of rows from each rank, even without splits.
-    answer, graded = _forward(tensor, backend, lambda: backend.alltoall_async(tensor, splits, name="alltoall").wait())
+    answer, any_requires_grad = _forward(
+        tensor, backend, lambda: backend.alltoall_async(tensor, splits, name="alltoall").wait()
+    )
     result, received = answer
     rows = tensor.shape[0]
 
@@ -106,7 +108,7 @@ def alltoall(tensor: torch.Tensor, backend: Backend, splits: Sequence[int] | tor
         unsent = back.new_zeros(rows - len(back), *back.shape[1:])  # rows beyond the splits were not sent: gradient 0
         return torch.cat([back, unsent])
 
-    return _with_backward(tensor, result, graded, backward)
+    return _with_backward(tensor, result, any_requires_grad, backward)
 
 
 class _Thread(threading.local):
@@ -161,13 +163,13 @@ def _forward(tensor: torch.Tensor, backend: Backend, call: Callable[[], T]) -> t
     return backend.with_flag(call, getattr(tensor, "requires_grad", False) and torch.is_grad_enabled())
 
 
-def _with_backward(tensor: torch.Tensor, result: torch.Tensor, graded: bool, backward: Backward) -> torch.Tensor:
-    """Return ``result``. If ``graded``, ``backward`` converts the gradient of ``result`` to the gradient of ``tensor``.
+def _with_backward(tensor: torch.Tensor, result: torch.Tensor, any_requires_grad: bool, backward: Backward) -> torch.Tensor:
+    """Return ``result``. If ``any_requires_grad``, ``backward`` converts the gradient of ``result`` to that of ``tensor``.
 
-    ``graded`` says whether the ``tensor`` of any rank requires a gradient. If so, all ranks run ``backward``, since it
-    is collective, even if their own ``tensor`` requires no gradient.
+    ``any_requires_grad`` is about the ``tensor`` of every rank. If it is true, all ranks run ``backward``, since it is
+    collective, even if their own ``tensor`` requires no gradient.
     """
-    if not graded or not torch.is_grad_enabled():
+    if not any_requires_grad or not torch.is_grad_enabled():
         return result
     source = tensor if tensor.requires_grad else torch.empty(0, device="cpu", requires_grad=True)
     output: torch.Tensor = _Collective.apply(source, [result], backward, tensor.requires_grad)

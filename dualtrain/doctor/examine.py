@@ -104,17 +104,17 @@ class Examination:
             return None
         return Probe(name, error=refusal or f"not tried: {ranks_in_words(without)} cannot use it (see the errors there)")
 
-    def _exchanged(self, own: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
+    def _exchanged(self, facts: dict[str, Any]) -> tuple[list[dict[str, Any]], str | None]:
         """Return the facts of all ranks, and ``None``; if they cannot be exchanged, this rank's facts and the reason.
 
         The reason is ``None`` too if this rank reached no other rank: the failed probes say why.
         """
         if self._control is None:
-            return [own], None
+            return [facts], None
         try:
-            return self._control.allgather_object(own), None
+            return self._control.allgather_object(facts), None
         except BackendError as error:
-            return [own], f"the other ranks' facts did not arrive: {error}; look for their own messages"
+            return [facts], f"the other ranks' facts did not arrive: {error}; look for their own messages"
 
 
 def _report(rows: Sequence[dict[str, Any]], failure: str | None, chosen: str) -> dict[str, Any]:

@@ -113,7 +113,7 @@ class Exercise:
             self._disturb(faults, steps, [*self._kinds(), *([] if disk is None else [FULL_DISK])])
         finally:
             if disk is not None:
-                self._keep(disk)
+                self._keep_folder(disk)
         return self.report
 
     def _kinds(self) -> list[Fault]:
@@ -123,7 +123,8 @@ class Exercise:
         self._progress(f"without the fault {STOP_RANK.name!r}: only another rank would detect it, and the job has one rank")
         return [fault for fault in FAULTS if fault is not STOP_RANK]
 
-    def _keep(self, disk: SmallDisk) -> None:
+    def _keep_folder(self, disk: SmallDisk) -> None:
+        """Replace the small file system by a copy of its files. If this fails, add a problem to the report."""
         try:
             disk.close()
         except OSError as error:

@@ -171,7 +171,7 @@ def run_children(
         returned = True
         return results
     finally:
-        _end(children, returned=returned)
+        _end(children, all_returned=returned)
 
 
 def _collect(children: Sequence[Child]) -> list[bytes]:
@@ -231,13 +231,13 @@ def _deadline(children: Sequence[Child], failures: Sequence[RankFailedError], cu
     return None
 
 
-def _end(children: Sequence[Child], returned: bool) -> None:
+def _end(children: Sequence[Child], all_returned: bool) -> None:
     """End the ranks' processes that still run, and close every child. Blocks for some seconds.
 
-    Unless all functions have ``returned``, also end the processes that the ranks have started.
+    Unless ``all_returned`` is true for the functions, also end the processes that the ranks have started.
     """
     left = [child for child in children if child.status is None]
-    if returned and left:
+    if all_returned and left:
         names = ", ".join(f"rank {child.rank}" for child in left)
         log.warning("%s did not exit within %g s after returning: ended by a signal", names, EXIT_SECONDS)
     for number in (signal.SIGTERM, signal.SIGKILL):
@@ -246,7 +246,7 @@ def _end(children: Sequence[Child], returned: bool) -> None:
         _await_end(left)
         left = [child for child in left if child.status is None]
     for child in children:
-        if not returned:
+        if not all_returned:
             child.signal(signal.SIGKILL)  # ends the processes that the rank has started
         if child.status is None:
             log.warning("rank %d did not end within %g s of SIGKILL: it is blocked in the kernel", child.rank, END_SECONDS)

@@ -12,8 +12,8 @@ _LENGTH = struct.Struct("!Q")
 class Link:
     """One end of a socket pair. A message is its length in 8 bytes, and then its bytes."""
 
-    def __init__(self, connected: socket.socket) -> None:
-        self.socket = connected
+    def __init__(self, end: socket.socket) -> None:
+        self.socket = end
         self._received = bytearray()
 
     def send(self, message: bytes) -> None:

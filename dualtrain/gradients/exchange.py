@@ -116,14 +116,14 @@ class Exchange:
         self.extra, self._used = extras[:scalars], extras[scalars + 1 :]
         self.refusals.flag = extras[scalars : scalars + 1]
 
-    def expect_sparse(self, found: Mapping[int, int]) -> None:
-        """From now on, gather these sparse gradients (slot index → number of sparse dimensions).
+    def expect_sparse(self, dims: Mapping[int, int]) -> None:
+        """From now on, gather these sparse gradients (``dims``: slot index → number of sparse dimensions).
 
         With ``sparse_as_dense``, send them as dense ones instead. If the order of the sum is fixed, and
         ``sparse_as_dense`` is not set, do nothing: the exchange then refuses a sparse gradient.
         """
         if self._order is None or self.transfer.sparse_as_dense:
-            self.sparse.add(found, self.transfer)
+            self.sparse.add(dims, self.transfer)
 
     def leave_layout(self, *, cpu_waits: bool) -> None:
         """Send zeros in the buckets that are not sent yet, before the layout is replaced. Collective; blocks.

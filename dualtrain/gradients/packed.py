@@ -53,10 +53,10 @@ class PackedGradients:
         ]
         return [grad for slot, grad in dense if grad.data_ptr() != slot.address]
 
-    def _current(self, known: Sequence[torch.Tensor] | None) -> tuple[list[torch.Tensor | None], list[int]]:
+    def _current(self, known_grads: Sequence[torch.Tensor] | None) -> tuple[list[torch.Tensor | None], list[int]]:
         """Return all gradients and their versions; the version is 0 if a gradient is missing or made in inference mode."""
         # This runs twice in every step, so it uses map(), whose loop runs in C.
-        grads: list[torch.Tensor | None] = list(map(_GRAD, self._params) if known is None else known)
+        grads: list[torch.Tensor | None] = list(map(_GRAD, self._params) if known_grads is None else known_grads)
         try:
             return grads, list(map(_VERSION, grads))
         except (AttributeError, RuntimeError):  # a gradient is missing, or was made in inference mode

@@ -456,6 +456,6 @@ class GradientReducer:
         agree_on_list(self.backend, "parameters", [slot.describe() for slot in self.slots])
         refuse_other_order(self.backend, [(slot.name, slot.param) for slot in self.slots])
         agree_on_list(self.backend, "options of the gradients' exchange", self._exchange.describe(self.backend.size))
-        for found in self.backend.allgather_object(sparse_dims(self.slots), name="sparse gradients"):
-            self._exchange.expect_sparse(found)
+        for dims in self.backend.allgather_object(sparse_dims(self.slots), name="sparse gradients"):
+            self._exchange.expect_sparse(dims)
         self._exchange.lay_out(self.backend, self.name)

@@ -63,7 +63,7 @@ class Refusals:
     def __init__(self, hooks: ParameterHooks) -> None:
         self.steps = 0
         self.dropped = self.sent_dropped = False
-        self._dropped_by = ""  # why ``dropped`` is true, for the error's message
+        self._drop_cause = ""  # why ``dropped`` is true, for the error's message
         self.optimizer: torch.optim.Optimizer | None = None
         self.allows_copies = self.has_idle_ranks = False
         self.hooks = hooks
@@ -92,14 +92,15 @@ class Refusals:
         found = self._forms.difference() or next(filter(None, refused), None)
         return found or self._unknown_reason() or self._unaveraged_reason() or self._lost_reason() or self._dropped_reason()
 
-    def drop_gradients(self, by: str = "when their exchange failed") -> None:
+    def drop_gradients(self, cause: str = "when their exchange failed") -> None:
         """Set all gradients to ``None``, because some may be sums, and others this rank's own gradients.
 
-        Further exchanges are refused until the program calls ``zero_grad`` or a parameter has a gradient.
+        Further exchanges are refused until the program calls ``zero_grad`` or a parameter has a gradient. Their error
+        contains ``cause``.
         """
         for slot in self.hooks.slots:
             slot.param.grad = None
-        self.dropped, self.sent_dropped, self._dropped_by = bool(self.hooks.slots), False, by
+        self.dropped, self.sent_dropped, self._drop_cause = bool(self.hooks.slots), False, cause
 
     def _unaveraged_reason(self) -> str | None:
         # Attributes are checked here, and not in ``record_replacement``: the program may call add_param_group later.
@@ -125,7 +126,7 @@ class Refusals:
             self.dropped = all(slot.param.grad is None for slot in self.hooks.slots)
         if not self.dropped:
             return SENT_DROPPED if self.sent_dropped else None
-        return f"the gradients were dropped {self._dropped_by}: call optimizer.zero_grad(), and run backward again"
+        return f"the gradients were dropped {self._drop_cause}: call optimizer.zero_grad(), and run backward again"
 
     def _lost_reason(self) -> str | None:
         lost = self.hooks.lost()

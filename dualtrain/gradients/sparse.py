@@ -25,9 +25,9 @@ class SparseGradients:
         self.dims_as_dense: dict[int, int] = {}
         self.trained_elsewhere: Slot | None = None
 
-    def add(self, found: Mapping[int, int] | Iterable[tuple[int, int]], transfer: Transfer) -> None:
-        """Add sparse gradients that were found on a rank, as slot index → number of sparse dimensions."""
-        (self.dims_as_dense if transfer.sparse_as_dense else self.dims).update(found)
+    def add(self, dims: Mapping[int, int] | Iterable[tuple[int, int]], transfer: Transfer) -> None:
+        """Add sparse gradients that a rank has: ``dims`` is slot index → number of sparse dimensions."""
+        (self.dims_as_dense if transfer.sparse_as_dense else self.dims).update(dims)
 
     def restore(self, slots: Sequence[Slot]) -> None:
         """Convert gradients that were sent as dense gradients back to sparse ones.

@@ -93,12 +93,12 @@ class Turns:
             return [member]
         backend.drain()
         due, odd, absent = self._gather(backend, self._state(number))
-        wanted = reduce(or_, due)
-        _refuse_absent(wanted, absent, backend.members)
-        _refuse_other_steps(wanted, odd)
+        due_anywhere = reduce(or_, due)
+        _refuse_absent(due_anywhere, absent, backend.members)
+        _refuse_other_steps(due_anywhere, odd)
         for each in _numbers_in(reduce(and_, absent)):
             self.leave(each)
-        numbers = sorted(_numbers_in(wanted), key=lambda each: (each != self._first, each))
+        numbers = sorted(_numbers_in(due_anywhere), key=lambda each: (each != self._first, each))
         self._first = numbers[0]
         members = [self._members[each]() for each in numbers]
         return [each for each in members if each is not None]
@@ -134,8 +134,8 @@ class Turns:
         return due, odd, absent
 
 
-def _refuse_absent(wanted: int, absent: list[int], ranks: Sequence[int]) -> None:
-    rank = next((rank for rank, numbers in zip(ranks, absent, strict=True) if numbers & wanted), None)
+def _refuse_absent(due_anywhere: int, absent: list[int], ranks: Sequence[int]) -> None:
+    rank = next((rank for rank, numbers in zip(ranks, absent, strict=True) if numbers & due_anywhere), None)
     if rank is not None:
         raise BackendError(
             f"an optimizer whose gradients are to be exchanged was garbage-collected or closed on rank {rank}: keep it as "
@@ -143,9 +143,9 @@ def _refuse_absent(wanted: int, absent: list[int], ranks: Sequence[int]) -> None
         )
 
 
-def _refuse_other_steps(wanted: int, odd: list[int]) -> None:
+def _refuse_other_steps(due_anywhere: int, odd: list[int]) -> None:
     """Raise BackendError if some ranks are a step ahead: the ranks would average gradients of different steps."""
-    if len({each & wanted for each in odd}) > 1:
+    if len({each & due_anywhere for each in odd}) > 1:
         raise BackendError(
             "the optimizers have not taken the same steps on every rank: step them in the same order on all ranks, or "
             "use one optimizer"

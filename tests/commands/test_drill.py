@@ -331,7 +331,7 @@ def test_a_run_folder_that_does_not_fit_on_the_disk_is_reported_as_one_problem(t
             raise shutil.Error([("a", "b", "[Errno 28] No space left on device: 'a' -> 'b'"), ("c", "d", "no space")])
 
     drill = exercise(tmp_path)
-    drill._keep(Full())
+    drill._keep_folder(Full())
     found = "the folder of the run with faults could not be kept ([Errno 28] No space left on device: 'a' -> 'b')"
     assert drill.report.problems == [found]
 
