@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Check the world of this process; rank 0 prints the report. Return the exit status, 0 or 2.
 
     Collective if a launcher started several processes. Blocks until all processes have reported, or until the time limits
-    of all tested backends have expired. A rank whose facts did not reach rank 0 prints its own problems.
+    of all tested backends have expired. A rank that received no other rank's facts prints its own problems.
     """
     world = World()
     try:

@@ -232,9 +232,10 @@ def _deadline(children: Sequence[Child], failures: Sequence[RankFailedError], cu
 
 
 def _end(children: Sequence[Child], all_returned: bool) -> None:
-    """End the ranks' processes that still run, and close every child. Blocks for some seconds.
+    """End the ranks' processes that still run, and close every child.
 
-    Unless ``all_returned`` is true for the functions, also end the processes that the ranks have started.
+    Unless all functions have returned (``all_returned``), also end the processes that the ranks have started. Blocks for
+    some seconds, or longer if the kernel does not end the processes.
     """
     left = [child for child in children if child.status is None]
     if all_returned and left:

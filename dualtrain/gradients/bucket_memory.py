@@ -102,8 +102,8 @@ class BucketMemory:
     def leave_views(self) -> None:
         """If the program keeps views of earlier gradients, leave the memory to these views, and use a copy of the memory.
 
-        The program then sees the earlier values, as in torch. If there is no memory for a copy, log a warning: the round
-        then overwrites the views. Call this before the first write of a round.
+        The program then sees the earlier values, as in torch. If there is no memory for a copy, log a warning: the
+        gradients then overwrite the views. Call this before the first write of a round (one exchange of all gradients).
         """
         if self._may_write:
             return

@@ -142,7 +142,7 @@ class Bucket:
         """Refuse round ``number`` if the program has changed a parameter, and dropped its gradient, during backward.
 
         Optimizers that step in hooks do so: each rank has then changed the parameter by its own gradient. Call this after
-        ``pack``.
+        ``pack``. Rounds are numbered by ``Schedule``.
         """
         for slot in self._missing:
             # Private in torch 2.5 to 2.15: the version counter, which counts a tensor's in-place changes.

@@ -6,7 +6,7 @@ from dualtrain.gradients.slots import Slot
 
 
 class FrozenCheck:
-    """Check of the frozen parameters of one bucket after each round.
+    """Check of the frozen parameters of one bucket after each round (one exchange of all gradients).
 
     A check reads a parameter's whole gradient, which takes time. So all frozen parameters are checked only in the first
     round, and after a parameter was frozen or unfrozen. In the other rounds, one of them is checked if gradients are on

@@ -56,7 +56,7 @@ class Refusals:
         steps: the number of steps that the optimizer has taken on this rank, with the current backend.
         has_idle_ranks: True if some ranks have no shards.
         dropped: True after :meth:`drop_gradients`, until the program calls ``zero_grad`` or a parameter has a gradient.
-        sent_dropped: True during an optimizer step that ends a round of which a part was sent before the program called
+        sent_dropped: True during an optimizer step that ends an exchange of which a part was sent before the program called
             ``zero_grad``.
     """
 

@@ -33,7 +33,9 @@ class SlotMemory(Protocol):
 class SlotBucket(Protocol):
     """Interface of a bucket for its slots, and for the code that uses the slots."""
 
+    #: How many gradients are not ready yet in this round (see ``Schedule``).
     pending: int
+    #: The sum that was started; ``None`` before it and after its end.
     work: Work[None] | None
 
     @property

@@ -17,7 +17,8 @@ class SparseGradients:
     Attributes:
         dims: slot index → number of sparse dimensions, for gradients that are gathered.
         dims_as_dense: the same for gradients that are sent as dense ones.
-        trained_elsewhere: the first slot that was frozen on this rank and had a gradient on another rank in the last round.
+        trained_elsewhere: the first slot that, in the last :meth:`reduce`, was frozen on this rank and had a gradient on
+            another rank.
     """
 
     def __init__(self) -> None:

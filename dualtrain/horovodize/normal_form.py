@@ -60,7 +60,7 @@ def _may_be_repeated(subject: ast.expr) -> bool:
 
 
 def _test(subject: ast.expr, case: ast.match_case) -> ast.expr | None:
-    """Return the condition under which ``case`` applies; None unless its pattern consists of constants."""
+    """Return the condition under which ``case`` applies; None if its pattern does not consist of constants."""
     whole: ast.pattern = case.pattern
     if isinstance(whole, ast.MatchAs) and whole.pattern is not None and whole.name is not None:  # case 0 as rank
         subject = ast.NamedExpr(ast.Name(whole.name, ast.Store()), subject)
