@@ -14,7 +14,7 @@ from dualtrain.horovodize.source import Source
 
 Kind = Literal["backward", "change", "clip", "scaled step", "step", "synchronize", "unscale", "update", "zero_grad"]
 _CLIPS = {"clip_grad_norm", "clip_grad_norm_", "clip_grad_value_"}
-STEPS = ("step", "scaled step")
+STEP_KINDS = ("step", "scaled step")
 
 
 class Event(NamedTuple):
@@ -29,8 +29,11 @@ class Event(NamedTuple):
     owner: ast.expr | None = None
 
 
-def steps(source: Source) -> Iterator[list[Event]]:
-    """Yield the events of each function and of the module, in source order, except those that run only without Horovod."""
+def events_by_scope(source: Source) -> Iterator[list[Event]]:
+    """Yield the events of each function and of the module as one list, in source order.
+
+    Leave out events that run only without Horovod.
+    """
     guards, passes, changes = Guards.of(source), _backward_functions(source), changing_functions(source)
     for nodes in source.scopes.values():
         found = [event for node in nodes if isinstance(node, ast.Call) and (event := _event(source, node, passes))]
@@ -99,7 +102,7 @@ def since_backward(source: Source, events: list[Event], number: int, *, ignore_s
     for event in reversed(events[:number]):
         if source.exclusive(event.node, this.node):
             continue
-        stepped = event.kind in STEPS and this.optimizer in ("", event.optimizer)
+        stepped = event.kind in STEP_KINDS and this.optimizer in ("", event.optimizer)
         if event.kind == "backward" or (stepped and not ignore_steps):
             return found
         found.append(event)

@@ -1,8 +1,9 @@
 """Record the attempts of a run in its folder. Each start of a run is an attempt.
 
 The records say which failure ended an attempt, and how many steps and seconds the recovery took. ``attempts.jsonl`` has a
-line for each event, and ``.progress`` holds the last step (:mod:`dualtrain.run_folder.last_step`). Each attempt replaces
-both files. A process of an earlier attempt still has the old files open, so it cannot write to the new ones.
+line for each event, and ``.progress`` holds the last step (:mod:`dualtrain.run_folder.last_step`). Each attempt
+writes a new ``attempts.jsonl``, which begins with the earlier events, and, when it begins to train, a new ``.progress``. A
+process of an earlier attempt still has the old files open, so it cannot write to the new ones.
 """
 
 from __future__ import annotations

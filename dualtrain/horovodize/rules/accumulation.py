@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
-from dualtrain.horovodize.events import STEPS, Event, steps
+from dualtrain.horovodize.events import STEP_KINDS, Event, events_by_scope
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.nodes import calls_in, is_stored, last_name, names_in, variables_in
 from dualtrain.horovodize.rules.losses import models_of_loss, models_of_optimizer
@@ -19,11 +19,11 @@ def accumulation_without_passes(source: Source) -> Iterator[Finding]:
     """Several backward passes before a step, without backward_passes_per_step: an AssertionError."""
     if any(getattr(node, "attr", "") == "set_backward_passes_per_step" for node in source.nodes):
         return
-    for events in steps(source):
+    for events in events_by_scope(source):
         for event in events:
             wraps = [wrap for name, wrap in source.wraps if name == event.optimizer]
             known = wraps or ([wrap for file in source.files for _, wrap in file.wraps] if event.optimizer else [])
-            if event.kind not in STEPS or not known or any(_may_have_passes(wrap) for wrap in known):
+            if event.kind not in STEP_KINDS or not known or any(_may_have_passes(wrap) for wrap in known):
                 continue
             found = (
                 _every_nth(source, events, event) or _inner_loop(source, events, event) or _in_a_row(source, events, event)
@@ -129,7 +129,7 @@ def _in_a_row(source: Source, events: list[Event], step: Event) -> tuple[ast.exp
     block = source.block(source.statement(step.node))
     backwards = []
     for event in reversed(events[: events.index(step)]):
-        if event.kind in (*STEPS, "synchronize"):
+        if event.kind in (*STEP_KINDS, "synchronize"):
             break
         if event.kind == "backward" and source.statement(event.node) in block:
             backwards.append(event.node)

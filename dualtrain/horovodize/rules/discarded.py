@@ -160,9 +160,9 @@ def is_barrier(source: Source, call: ast.Call) -> bool:
 
 
 def _holds_variable(source: Source, value: ast.expr | None) -> bool:
-    """Return whether ``value`` is ``torch.tensor(x)`` or ``torch.Tensor([x])``, and ``x`` may differ between ranks.
+    """Return whether ``value`` is ``torch.tensor(x)`` or ``torch.Tensor([x])`` of an ``x`` that ranks may want to combine.
 
-    Constants, ranks and loop counters are no such ``x``.
+    Ranks, sizes, constants and loop counters do not count: scripts send them only to make the ranks wait for each other.
     """
     while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _METHODS:
         value = value.func.value  # torch.tensor(x).cuda()

@@ -113,7 +113,7 @@ def _is_result_of_some_ranks(source: Source, name: ast.Name | ast.Attribute) -> 
     values = [value for value in source.values.get(ast.unparse(name), ()) if not isinstance(value, ast.Constant)]
     function = called(source, values[0]) if len(values) == 1 and isinstance(values[0], ast.Call) else None
     if function is None or function.decorator_list or not source.is_only(function.name):
-        return False  # perhaps some other function, or a decorator sends the result
+        return False  # perhaps this calls a different function, or a decorator sends the result
     if may_send(source) or last_name(name) in source.parameters(name):
         return False
     ends = [node for node in ast.walk(function) if isinstance(node, ast.Return) and source.scope(node) is function]

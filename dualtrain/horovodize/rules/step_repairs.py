@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from dualtrain.horovodize.edits import Edit
-from dualtrain.horovodize.events import STEPS, Event, has, since_backward, skips, until_backward
+from dualtrain.horovodize.events import STEP_KINDS, Event, has, since_backward, skips, until_backward
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.nodes import last_name
 from dualtrain.horovodize.order import argument
@@ -26,7 +26,7 @@ def synchronize_before(source: Source, events: list[Event], number: int) -> list
     """
     event = events[number]
     later = [event, *until_backward(events, number)]
-    reached = [step for step in later if step.kind in STEPS and not source.exclusive(step.node, event.node)]
+    reached = [step for step in later if step.kind in STEP_KINDS and not source.exclusive(step.node, event.node)]
     firsts = {step.optimizer: step for step in reversed(reached)}
     if event.optimizer:
         firsts = {name: step for name, step in firsts.items() if name == event.optimizer}

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.averaging import averages_in_step, averaging_functions, has_gradient_hooks, is_collective
-from dualtrain.horovodize.events import STEPS, Event, has, since_backward, skips, steps, until_backward
+from dualtrain.horovodize.events import STEP_KINDS, Event, events_by_scope, has, since_backward, skips, until_backward
 from dualtrain.horovodize.nodes import argument_at, calls_in, given_values, keyword, last_name
 from dualtrain.horovodize.rules.losses import models_of_optimizer
 from dualtrain.horovodize.rules.sent_models import are_related, is_new_model, owner_of
@@ -24,7 +24,7 @@ _CURE = "call optimizer.synchronize() after backward, and step inside `with opti
 
 def clip_before_synchronize(source: Source) -> Iterator[Finding]:
     """Gradients are clipped, changed, or added to parameters before they are averaged."""
-    for events in steps(source):
+    for events in events_by_scope(source):
         for number, event in enumerate(events):
             before = since_backward(source, events, number)
             if event.kind not in ("clip", "change", "update") or has(before, "synchronize") or has(before, "unscale"):
@@ -36,7 +36,7 @@ def clip_before_synchronize(source: Source) -> Iterator[Finding]:
             if event.kind == "update" and _may_be_undone(source, events, number):
                 continue
             later = [one for one in until_backward(events, number) if not source.exclusive(event.node, one.node)]
-            if any(one.kind in STEPS for one in later) and not _may_be_averaged(source, events, number):
+            if any(one.kind in STEP_KINDS for one in later) and not _may_be_averaged(source, events, number):
                 message = f"{_mistake(event)}; {_CURE}"
                 yield Finding(event.node.lineno, "trap", message, tuple(synchronize_before(source, events, number)))
 
@@ -53,7 +53,7 @@ def _mistake(event: Event) -> str:
 
 def scaler_before_synchronize(source: Source) -> Iterator[Finding]:
     """A GradScaler checks gradients for infinities before they are averaged."""
-    for events in steps(source):
+    for events in events_by_scope(source):
         for number, event in enumerate(events):
             if event.kind not in ("unscale", "scaled step"):
                 continue
@@ -219,7 +219,7 @@ def _may_be_undone(source: Source, events: list[Event], number: int) -> bool:
     later = [one for one in until_backward(events, number) if not source.exclusive(event.node, one.node)]
     if any(one.kind == "update" for one in (*(since_backward(source, events, number) or ()), *later)):
         return True
-    step = next((one.node for one in later if one.kind in STEPS), event.node)
+    step = next((one.node for one in later if one.kind in STEP_KINDS), event.node)
     loops = [loop for loop in source.around(event.node, ast.For) if loop not in source.above(step)]
     first, scope = (loops[-1] if loops else event.node).end_lineno or 0, source.scope(event.node)
     passes = {name for file in source.files for name, names in file.called_names if "backward" in names}
@@ -233,9 +233,9 @@ def _may_be_undone(source: Source, events: list[Event], number: int) -> bool:
 
 def second_reduction(source: Source) -> Iterator[Finding]:
     """After synchronize(), a step outside skip_synchronize() reduces the gradients again."""
-    for events in steps(source):
+    for events in events_by_scope(source):
         for number, event in enumerate(events):
-            if event.kind not in STEPS or skips(source, event) or keyword(event.node, "synchronize") is not None:
+            if event.kind not in STEP_KINDS or skips(source, event) or keyword(event.node, "synchronize") is not None:
                 continue  # old versions of Horovod have step(synchronize=False) instead of skip_synchronize()
             before = since_backward(source, events, number)
             if has(before, "synchronize", event.optimizer) and not _is_alternative(source, events, event):
@@ -246,13 +246,13 @@ def second_reduction(source: Source) -> Iterator[Finding]:
 
 def skipped_reduction(source: Source) -> Iterator[Finding]:
     """A step in skip_synchronize() without synchronize() may use gradients that have not been averaged."""
-    for events in steps(source):
+    for events in events_by_scope(source):
         for number, event in enumerate(events):
             before = since_backward(source, events, number, ignore_steps=True)
             if event.kind != "step" or before is None or not skips(source, event) or has(before, "synchronize"):
                 continue
             # clip_before_synchronize reports a clip, change or update. Of several steps, only the first is reported.
-            early = any(one.kind in ("clip", "change", "update", *STEPS) for one in before)
+            early = any(one.kind in ("clip", "change", "update", *STEP_KINDS) for one in before)
             averaged = _may_be_synchronized(source, events, number) or _may_be_averaged(source, events, number)
             if not early and not averaged and not may_synchronize_elsewhere(source, event):
                 message = (
@@ -268,7 +268,7 @@ def _is_alternative(source: Source, events: list[Event], step: Event) -> bool:
     Each synchronize() of the optimizer must be under an ``if`` that does not contain ``step``. The script then most likely
     calls both synchronize() and the step in skip_synchronize(), or neither of them.
     """
-    others = [event for event in events if event.kind in STEPS and source.exclusive(event.node, step.node)]
+    others = [event for event in events if event.kind in STEP_KINDS and source.exclusive(event.node, step.node)]
     if not any(skips(source, other) and other.optimizer == step.optimizer for other in others):
         return False
     around = list(source.above(step.node))
@@ -279,14 +279,14 @@ def _is_alternative(source: Source, events: list[Event], step: Event) -> bool:
 
 def zero_grad_before_step(source: Source) -> Iterator[Finding]:
     """Gradients are zeroed during their reduction: Horovod raises AssertionError."""
-    for events in steps(source):
+    for events in events_by_scope(source):
         for number, event in enumerate(events):
             if event.kind != "zero_grad":
                 continue
             before = since_backward(source, events, number, ignore_steps=True)
             used = any(has(before, kind, event.optimizer) for kind in ("step", "scaled step", "synchronize"))
             stepped = any(
-                later.kind in STEPS and later.optimizer == event.optimizer for later in until_backward(events, number)
+                later.kind in STEP_KINDS and later.optimizer == event.optimizer for later in until_backward(events, number)
             )
             if before is not None and stepped and not used:
                 message = "zero_grad() between backward and step raises AssertionError; call it before backward"
