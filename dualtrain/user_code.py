@@ -33,9 +33,10 @@ def call_user_code(path: str, flag: str, takes: str, *arguments: Any) -> Any:
     """Call ``path`` (``pkg.mod:build``) with ``arguments``, or without arguments if it takes none; return its result.
 
     Raises:
-        UserError: the module or the callable does not exist; the callable requires other arguments (the message
-            describes the right ones with the text in ``takes``); or the user's code raises (the error has that code's
-            traceback). The message names ``flag``.
+        UserError: the module or the callable does not exist, or is an ``nn.Module``; the callable requires other arguments
+            (the message describes the right ones with the text in ``takes``); or the user's code raises (the error has
+            that code's traceback). The message names ``flag``.
+        BackendError: the user's code raises this error.
     """
     module_name, _, name = path.partition(":")
     if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
@@ -105,6 +106,8 @@ def user_code(what: str) -> Iterator[None]:
 @contextmanager
 def enough_memory(cure: str) -> Iterator[None]:
     """Convert errors for which :func:`is_too_large` is true into a UserError whose message ends with ``cure``.
+
+    A BackendError is not converted.
 
     If the user's own code raised the error, or called the function that raised it, the UserError has that code's
     traceback. In this case, an OverflowError is not converted: most likely, its cause is not a size.

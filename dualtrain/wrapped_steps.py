@@ -42,7 +42,7 @@ def check_own_steps(optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
         return
 
     @not_compiled
-    def before(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def pre_hook(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         living = ref()
         if living is None or living.may_step:
             running.clear()  # an earlier step may have failed
@@ -57,7 +57,7 @@ def check_own_steps(optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
         for handle in handles:
             handle.remove()
 
-    def after(*_: Any) -> None:
+    def post_hook(*_: Any) -> None:
         if running:
             running.pop()
             living = ref()
@@ -65,8 +65,8 @@ def check_own_steps(optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
                 living.count_own_step()
 
     optimizer_class = type(optimizer)
-    running: list[None] = []  # one element for each running step: one that calls its base class's may run the hooks twice
-    handles = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
+    running: list[None] = []  # one element for each running step: a step that calls super().step() may run the hooks twice
+    handles = optimizer.register_step_pre_hook(pre_hook), optimizer.register_step_post_hook(post_hook)
     ref = weakref.ref(wrapper, remove_hooks)
 
 
@@ -79,7 +79,7 @@ def _refuse_local_gradients(optimizer_class: type, wrapper: Wrapper) -> None:
 
 
 def _checked(argument: Any, optimizer_class: type, wrapper: Wrapper) -> Any:
-    """If ``argument`` is a closure, return one that refuses local gradients and averages the loss."""
+    """If ``argument`` is a closure, wrap it: refuse local gradients, and average the loss. Return other arguments as is."""
     # Don't wrap a closure twice: the ranks might then average the loss different numbers of times. If a step calls its base
     # class's step, torch runs the hooks again, but only on ranks that have made an optimizer of exactly this base class.
     if not callable(argument) or hasattr(argument, "averages_loss"):

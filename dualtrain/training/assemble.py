@@ -167,7 +167,10 @@ def _try_sample(model: nn.Module, sample: Tensors, classes: int, what: str) -> N
 
 
 def _check_targets(targets: torch.Tensor, classes: int, what: str) -> None:
-    """Raise UserError if a target is not a class index below ``classes``. The message begins with ``what``."""
+    """Raise UserError if a target is neither a class index below ``classes`` nor ``IGNORED``.
+
+    The message begins with ``what``.
+    """
     wrong = targets[wrong_targets(targets, classes)]
     if len(wrong):
         raise UserError(
@@ -178,6 +181,8 @@ def _check_targets(targets: torch.Tensor, classes: int, what: str) -> None:
 
 def make_model(section: ModelSection, task: Task, seed: int, backend: Backend, *, resumed: bool = False) -> nn.Module:
     """Make the model on this rank's device. Weights drawn from torch's generator are equal on every rank. Collective.
+
+    Seed this process's random generators, in the end with a different seed on each rank.
 
     A ``resumed`` run gets all weights from the checkpoint. The files of its initial weights may not exist any more, so
     they are not read. The published weights of a pretrained model are not read either if ``section.weights`` replaces them.

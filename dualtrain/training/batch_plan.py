@@ -21,8 +21,8 @@ class BatchPlan:
     Attributes:
         sampler: the order of the training samples, and the global batches.
         parts: the number of parts of a global batch.
-        mine: this rank's parts.
-        accumulate: the number of backward passes for each part.
+        mine: the numbers of this rank's parts.
+        accumulate: the number of backward passes for each part; a part with fewer samples has one pass for each sample.
     """
 
     sampler: Sampler
@@ -31,7 +31,7 @@ class BatchPlan:
     accumulate: int
 
     def rest_of_epoch(self, epoch: int, first: int) -> Iterator[Batch]:
-        """Yield this rank's training batches of an epoch, from global batch ``first`` on. The loader prefetches them."""
+        """Yield this rank's training batches of an epoch from global batch ``first`` on, one for each backward pass."""
         seed = derived(self.sampler.seed, "augmentation", epoch)
         for number in range(first, self.sampler.batches):
             for passes in self.passes(self.sampler.batch(epoch, number)):
@@ -49,6 +49,6 @@ class BatchPlan:
 
     def _validation(self, samples: int, part: int) -> list[Batch]:
         """Return the batches of one part: every ``parts``-th sample."""
-        mine = torch.arange(samples)[part :: self.parts]
+        indices = torch.arange(samples)[part :: self.parts]
         size = min(_VALIDATION_BATCH, max(self.sampler.global_batch // self.parts, 64))
-        return [Batch(numbers) for numbers in mine.split(size) if len(numbers)]
+        return [Batch(numbers) for numbers in indices.split(size) if len(numbers)]

@@ -83,9 +83,12 @@ _SMALLER = "choose smaller samples, a smaller model, or a smaller --batch-size"
 def train(config: Config, backend: Backend) -> dict[str, Any]:
     """Train with the settings in ``config``, and return the summary on every rank. Collective; blocks.
 
+    If a run that ``--resume auto`` or a restart would continue has already ended, return its summary without training.
+
     Raises:
         RanksDifferError: the ranks have different settings, versions or data, or only some ranks can read a file.
-        UserError: a setting cannot be used in this run, or a file that the run needs cannot be read or written.
+        UserError: a setting cannot be used in this run, a file that the run needs cannot be read or written, a process has
+            too little memory, or another process uses the run's folder.
         DivergedError: a loss, a gradient that was sent in fp16, or a weight became infinite or not a number.
         BackendError: a rank failed, or the timeout passed.
         NotSavedError: the training ended, but its results could not be written.
@@ -106,7 +109,7 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
     seconds, first = config.output.log_seconds, backend.rank == 0
     with Waiting("looking for the run's checkpoints", seconds, shown=first):
         start = start_of(config.output, name, settings, backend, lock)
-    given = settings
+    given_settings = settings
     if start.summary is not None:
         return start.summary
     if start.saved is not None:
@@ -126,7 +129,7 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
         with determinism(exact):
             run = _opened(name, config, backend, task, start, lock)
             try:
-                with recorded(run.attempt, given, backend), enough_memory(_SMALLER), Signals() as signals:
+                with recorded(run.attempt, given_settings, backend), enough_memory(_SMALLER), Signals() as signals:
                     return run.train(signals)
             finally:
                 lock.release(run.writer.thread)
@@ -194,7 +197,7 @@ class Run:
         }
 
     def open(self, start: Start) -> None:
-        """Restore a checkpoint, if there is one, and claim the run's folder. Collective."""
+        """Restore a checkpoint, if there is one, claim the run's folder, and write its first files. Collective."""
         config, output, saved, lock = self.config, start.output, start.saved, self.lock
         if saved is not None:
             self._resume(saved, output)
@@ -224,7 +227,7 @@ class Run:
                 assert isinstance(self.trainer.schedule, LambdaLR)
                 # Set the learning rates last: the calls above load saved rates, and this run may have a different length.
                 restore_rates(self.trainer.schedule)
-            self.attempt.begin(self.folder, self.cursor.step, self.backend, start.settings)
+            self.attempt.begin(self.folder, self.cursor.step, self.backend, start.settings_hash)
         except BaseException:
             self.records.close()
             raise
@@ -315,10 +318,10 @@ class Run:
         """Take one optimizer step on one global batch; return the control flags, summed over ranks."""
         cursor, started = self.cursor, time.perf_counter()
         batch = self.sampler.batch(cursor.epoch, cursor.batch)
-        passes, samples = [len(part) for part in self.plan.passes(batch)], len(batch)
+        counts, samples = [len(part) for part in self.plan.passes(batch)], len(batch)
         lr = self.trainer.optimizer.param_groups[0]["lr"]
         try:
-            batches = self._for_trainer([Counted(self._batches(count), count) for count in passes])
+            batches = self._for_trainer([Counted(self._batches(count), count) for count in counts])
             done = self.trainer.step(batches, samples * self._weight_of_sample(), self._control_flags())
         except DivergedError as error:
             self._diverge(str(error), cursor.step + 1, "training", self.task.train, batch)
@@ -374,7 +377,11 @@ class Run:
         return 1.0 if self.task.kind == "classes" else max(1.0, round(self.task.shape[0] * CHOSEN))
 
     def _act_on(self, control_flags: list[float]) -> None:
-        """Save a checkpoint if a control flag or ``--checkpoint-every`` requires it; stop the run if a flag requires it."""
+        """Save a checkpoint if a control flag or ``--checkpoint-every`` requires it. Collective.
+
+        Raises:
+            StoppedError: a flag of a signal that ends the run is set; the checkpoint was written, if possible.
+        """
         cursor = self.cursor
         received = [number for number, ranks in zip(SIGNALS, control_flags, strict=True) if ranks]
         every = self.config.output.checkpoint_every
@@ -404,6 +411,12 @@ class Run:
         return f"and its checkpoint could not be written ({failed.strerror or failed}): {cure}"
 
     def _end_epoch(self) -> None:
+        """Evaluate after the last step of an epoch or of the run, and save a checkpoint if one is due. Collective.
+
+        Raises:
+            UserError: all training targets of an epoch, or all validation targets, are ``IGNORED``.
+            DivergedError: the validation loss or a weight is not finite.
+        """
         cursor, output = self.cursor, self.config.output
         whole, epoch = cursor.batch == self.sampler.batches, cursor.epoch + 1
         if whole and not cursor.sums[1]:
@@ -441,7 +454,8 @@ class Run:
     ) -> NoReturn:
         """Raise DivergedError. Its message names the cause if that is one of the samples with the indices ``numbers``.
 
-        Call it on every rank.
+        ``what`` ends with " on " and the ranks. First wait until a checkpoint that is being written is complete: rank 0's
+        message names the last one. Call this method on every rank, so that every rank raises.
         """
         self.writer.wait()
         last = ""
@@ -493,9 +507,9 @@ class Run:
         costs = self.clock.costs()
         self._note_progress()  # after a restart with no step left to train, the recovery is recorded here
         recoveries = on_rank_zero(self.backend, "recoveries", lambda: recoveries_in(self.folder))
-        more = {"learning_rate": self.lr_in_words, "global_batch": self.sampler.global_batch, "checkpoints": costs}
-        more["recoveries"] = recoveries
-        summary = summarize(self.trainer, self.cursor, weights, self.config.plain(), self.origin, **more)
+        entries = {"learning_rate": self.lr_in_words, "global_batch": self.sampler.global_batch, "checkpoints": costs}
+        entries["recoveries"] = recoveries
+        summary = summarize(self.trainer, self.cursor, weights, self.config.plain(), self.origin, **entries)
         write_results(self.trainer, self.folder, weights, summary, self.writer.unwritten, self.lock, self.config.output)
         if self.backend.rank == 0:
             self.attempt.end()
@@ -506,10 +520,10 @@ class Run:
         """Print on rank 0 what is trained, where, and with which settings."""
         if self.backend.rank:
             return
-        settings, model, threads = self.config.plain(), self.trainer.model, self.config.run.threads
+        settings, model, per_rank = self.config.plain(), self.trainer.model, self.config.run.threads or 1
         batches = f"{self.sampler.samples} samples in batches of {self.sampler.global_batch}"
         self.records.print(
-            f"{self.name} on {ranks_in_words(self.backend, self.trainer.virtual_ranks, threads or 1)}: {batches}, "
+            f"{self.name} on {ranks_in_words(self.backend, self.trainer.virtual_ranks, per_rank)}: {batches}, "
             f"{self.total_steps} step{'s' * (self.total_steps != 1)}, {self.lr_in_words}, into {self.folder}"
         )
         self.records.print(settings_line(settings, self.folder))

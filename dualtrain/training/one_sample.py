@@ -69,7 +69,7 @@ def smallest_pass(size: int, parts: int, accumulate: int) -> int:
 
 @torch.no_grad()
 def _error_of_one_sample(model: nn.Module, task: Task) -> Exception | None:
-    """Return the error that a copy of ``model`` raises in training mode for one sample, but not for two samples."""
+    """Return the error that a copy of ``model`` raises for one sample, but not for two samples; ``None`` without one."""
     device = next(model.parameters()).device
     before = random_state(device)
     try:
@@ -89,7 +89,7 @@ def _error_of_one_sample(model: nn.Module, task: Task) -> Exception | None:
 
 
 def _sample(task: Task, device: torch.device) -> Tensors:
-    """Return a batch of one training sample, or of one validation sample if training samples need a transform."""
+    """Return a batch of one training sample, or of one validation sample if ``ready_samples`` yields no training sample."""
     sample = next(iter(ready_samples(task.train, [0])), None)
     if sample is None:
         sample = first_validation_sample(task, device)

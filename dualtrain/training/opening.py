@@ -19,7 +19,7 @@ _ELSEWHERE = ("recipe", "run_dir", "resume", "threads", "verbose")
 
 
 def ranks_in_words(backend: Backend, virtual: int | None, threads: int) -> str:
-    """Format where a run computes and how its ranks communicate."""
+    """Format a run's ranks, threads, backend and launcher."""
     ranks = f"{backend.size} × {backend.device.type}" + (f" as {virtual} virtual ranks" if virtual else "")
     with_threads = f"{threads} thread{'s' * (threads != 1)}" + " each" * (backend.size > 1)
     over = f" over {backend.transport}" if backend.transport != "none" else ""

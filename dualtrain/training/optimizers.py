@@ -64,7 +64,10 @@ def make_optimizer(step: StepSection, model: nn.Module, lr: float) -> torch.opti
 
 
 def _options(step: StepSection, known: dict[str, Any]) -> dict[str, Any]:
-    """Parse ``--optimizer-options``; ``known`` has the names and defaults of the optimizer's options."""
+    """Parse ``--optimizer-options``; ``known`` has the names and defaults of the optimizer's options.
+
+    Raises UserError for an option that is not in ``known``, or a value that cannot be used.
+    """
     options: dict[str, Any] = {}
     for name, text in split_options(step.optimizer_options):
         if text is None:
@@ -141,7 +144,7 @@ def restore_rates(schedule: LambdaLR) -> None:
 
 
 def _shape(section: ScheduleSection, steps: int, lr: float) -> Callable[[int], float]:
-    """Return a function that takes the index of a step after the warm-up, and returns the factor of the learning rate.
+    """Return a function that takes a step, counted from the end of the warm-up, and returns the learning rate's factor.
 
     ``steps`` is the number of steps after the warm-up. Raises UserError if ``section.lr_min`` is above ``lr``, or
     if ``section.lr_gamma`` is too large.

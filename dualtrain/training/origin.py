@@ -46,7 +46,7 @@ def _here(backend: Backend, folder: Path) -> dict[str, Any]:
 def commit(folder: Path) -> str | None:
     """Return the commit of the Git work tree that contains ``folder``, with "-dirty" if tracked files were changed.
 
-    Return ``None`` outside of a work tree, without Git, or if Git does not answer within some seconds.
+    Return ``None`` outside of a work tree, without Git or a commit, or if Git does not answer within some seconds.
     """
     command = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=64"]
     try:

@@ -128,7 +128,7 @@ class Progress:
     def phase(self, what: str, batches: int = 0) -> None:
         """Begin the phase ``what`` of ``batches`` batches (see :meth:`counted`).
 
-        A line names the phase if no step has ended since the last line.
+        A line names the phase if no step has ended since the last line, or if the phase has counted a batch.
         """
         self._phase, self._phase_began, self._batches, self._all_batches = what, time.monotonic(), 0, batches
 
@@ -151,7 +151,7 @@ class Progress:
     def _line(self) -> str:
         """Format the run's position, and its speed since the last line.
 
-        If no step has ended since the last line, or if the phase counts batches, format the phase instead of the speed.
+        Format the phase instead of the speed if no step has ended since then, or if the phase has counted a batch.
         """
         now = time.monotonic()
         steps, samples, seconds = self._step - self._line_step, self._samples - self._line_samples, now - self._line_time

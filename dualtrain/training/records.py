@@ -76,7 +76,7 @@ class Records:
                     file.close()
 
     def step(self, step: int, epoch: int, samples: int, values: dict[str, float]) -> None:
-        """Record an optimizer step: its ``loss``, ``accuracy`` and ``lr``."""
+        """Count an optimizer step. Every ``output.log_every`` steps, record its ``loss``, ``accuracy`` and ``lr``."""
         self.progress.step(samples, values)
         self._samples += samples
         if step % self._every == 0:
@@ -86,7 +86,7 @@ class Records:
             self._write("step", step, epoch, {**values, "samples_per_second": speed})
 
     def epoch(self, step: int, epoch: int, epochs: int, values: dict[str, float]) -> None:
-        """Record an evaluation."""
+        """Record an evaluation, and print its line."""
         self._write("epoch", step, epoch, values)
         losses = f"train loss {values['train_loss']:.4f}  val loss {values['val_loss']:.4f}"
         rest = f"val accuracy {values['val_accuracy']:.4f}  {values['samples_per_second']:.0f} samples/s"
@@ -114,16 +114,16 @@ class Records:
                     self._board.add_scalar(f"{kind}/{name}", value, step)
 
     @contextmanager
-    def _reported(self, what: str, then: str = "") -> Iterator[None]:
+    def _reported(self, what: str, consequence: str = "") -> Iterator[None]:
         """Log a warning if a write in the block raises OSError, which must not end the run.
 
-        ``then``, such as ``_CONTINUES``, is appended to the reason in the warning.
+        ``consequence``, such as ``_CONTINUES``, is appended to the reason in the warning.
         """
         try:
             yield
         except OSError as error:
             reason = error.strerror or error
-            self.warn(f"{what} could not be written ({reason}){then}; {cure_of(error)}")
+            self.warn(f"{what} could not be written ({reason}){consequence}; {cure_of(error)}")
 
 
 def check_tensorboard(output: OutputSection) -> None:

@@ -35,7 +35,7 @@ def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def write_task(folder: Path, task: Task, lock: FolderLock) -> None:
-    """Write ``task.json``: the shape of an input, and the classes. Raises OSError, or SupersededError."""
+    """Write ``task.json``: the shape of an input, the classes, and the kind of task. Raises OSError, or SupersededError."""
     names = list(task.names) if task.names is not None else None
     values = {"shape": list(task.shape), "classes": task.classes, "kind": task.kind, "class_names": names}
     write_json(folder / "task.json", values, lock.check)
@@ -47,7 +47,7 @@ def summarize(
     weights: Mapping[str, torch.Tensor],
     settings: Mapping[str, Any],
     origin: Mapping[str, Any],
-    **more: Any,
+    **entries: Any,
 ) -> dict[str, Any]:
     """Return the summary of a run that has ended, as ``summary.json`` holds it.
 
@@ -57,7 +57,7 @@ def summarize(
         weights: the model's weights.
         settings: all settings of the run by name.
         origin: backend, ranks, command and other facts about the run's origin, by name.
-        more: further entries.
+        entries: further entries.
     """
     return {
         **origin,
@@ -72,7 +72,7 @@ def summarize(
         "best": {**cursor.best, "epoch": cursor.best["epoch"] + 1} if cursor.best else {},
         "samples_per_second": cursor.speed,
         "seconds": cursor.seconds,
-        **more,
+        **entries,
         "weights_sha256": weights_sha256(weights),
     }
 
@@ -124,7 +124,7 @@ def write_results(
 
 
 def way_to_continue(output: OutputSection, folder: Path) -> str:
-    """Describe how to continue the run in ``folder`` if its last checkpoint could not be written."""
+    """Describe how to continue the run in ``folder`` after files could not be written."""
     saved = True
     with suppress(OSError):  # if the folder cannot be read now, it may contain checkpoints
         saved = bool(checkpoint.with_best(folder / "checkpoints"))

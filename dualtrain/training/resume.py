@@ -203,7 +203,7 @@ def in_words(values: Mapping[str, Any]) -> str:
 
 
 def _check_form(tree: dict[str, Any]) -> None:
-    """Raise UserError if the checkpoint lacks a part that a run's checkpoint has."""
+    """Raise UserError if the checkpoint lacks a part that a run's checkpoint has, or a part has the wrong type."""
     parts = {"platform": {}, **tree}  # older checkpoints have no platform
     kinds = {"trainer": dict, "cursor": dict, "config": dict, "platform": dict, "global_batch": int, "data": dict}
     wrong = [name for name, kind in kinds.items() if not isinstance(parts.get(name), kind)]
@@ -214,14 +214,14 @@ def _check_form(tree: dict[str, Any]) -> None:
         raise UserError(f"the checkpoint has no usable {missing}: dualtrain train did not write it; start anew")
 
 
-def _are_values(found: Mapping[str, Any]) -> bool:
+def _are_values(values: Mapping[str, Any]) -> bool:
     """Return whether a checkpoint's settings or platform are plain values, and the settings to adopt are valid."""
     try:
-        json.dumps(found)
+        json.dumps(values)
     except TypeError:  # a tensor
         return False
-    given = {name: found[name] for name, one in SETTINGS.items() if one.resumed and found.get(name) is not None}
-    return all(SETTINGS[name].accepts(value) for name, value in given.items())
+    to_adopt = {name: values[name] for name, one in SETTINGS.items() if one.resumed and values.get(name) is not None}
+    return all(SETTINGS[name].accepts(value) for name, value in to_adopt.items())
 
 
 def _as_flag(name: str, value: Any) -> str:
@@ -260,7 +260,7 @@ def restore_best(
         cursor: the position in ``saved``.
         saved: the checkpoint from which the run resumes.
         folder: the run's folder.
-        other: another folder of checkpoints to search.
+        other: another folder of checkpoints to search, or ``None``.
         lock: the lock of the run's folder.
 
     Returns:
@@ -289,7 +289,9 @@ def restore_best(
 def _find_best(folder: Path, other: Path | None, step: int, lock: FolderLock) -> tuple[bool, dict[str, Any] | None]:
     """Return whether there is a checkpoint of ``step``, and its trainer state if its weights must be written again.
 
-    Raises UserError if a file that may be this checkpoint cannot be read now.
+    If it is not the file of the best checkpoint yet, link it there.
+
+    Raises UserError if a file that may be this checkpoint cannot be read now, SupersededError, or OSError.
     """
     best, written = folder / "checkpoints" / checkpoint.BEST, has_weights(folder / BEST_WEIGHTS, step)
     if checkpoint.step_in(best) == step and written:

@@ -1,4 +1,4 @@
-"""Find out before the first step whether a checkpoint can hold a model's state."""
+"""Refuse a model's state that a checkpoint cannot hold."""
 
 from __future__ import annotations
 

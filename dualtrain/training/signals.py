@@ -45,7 +45,7 @@ def install(handlers: Mapping[signal.Signals, Handler]) -> dict[signal.Signals, 
 def end_on_early_interrupt() -> None:
     """Install a handler of SIGINT for use outside of the run, for example during imports.
 
-    The handler prints one line and ends this process. Raising an exception is not enough: modules written in C turn a
+    The handler ends this process; rank 0 prints one line. Raising an exception is not enough: modules written in C turn a
     KeyboardInterrupt during their import into other errors.
     """
     signal.signal(signal.SIGINT, _end_early)
@@ -72,7 +72,8 @@ _times: list[float] = []  # the time of the SIGINT that has set ``interrupted``
 def interrupt(number: int, frame: FrameType | None) -> None:
     """Raise KeyboardInterrupt for the first SIGINT, and end this process at a second Ctrl-C.
 
-    The exception may become another error, or be lost, if it is raised in an import. So ``interrupted`` is set too.
+    Do nothing if a launcher repeats the first SIGINT, and raise nothing while a StoppedError is handled. The exception may
+    become another error, or be lost, if it is raised in an import. So ``interrupted`` is set too.
     """
     now = time.monotonic()
     if interrupted.is_set():
@@ -110,7 +111,8 @@ def ignore_late_requests() -> None:
 class Signals:
     """Context manager whose handlers record ``STOP_SIGNALS`` and SIGUSR1. Outside of the main thread, it installs none.
 
-    It installs no handler of SIGHUP if this process ignores that signal, as under ``nohup``.
+    It installs no handler of SIGHUP if this process ignores that signal, as under ``nohup``. A second Ctrl-C ends the
+    process at once. A SIGINT or SIGUSR1 that came before the block, and had no effect yet, is recorded too.
     """
 
     def __init__(self) -> None:

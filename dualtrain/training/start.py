@@ -54,7 +54,7 @@ class Start:
         copies: checkpoints to be copied into rank 0's folder, by file name.
         summary: the summary of a run that has ended; ``None`` for all other runs.
         runs: the folder of runs without ``--run-dir``.
-        settings: a hash of the settings of this start, as its command line gives them.
+        settings_hash: a hash of the settings of this start, as its command line gives them.
     """
 
     output: OutputSection
@@ -62,7 +62,7 @@ class Start:
     copies: Mapping[str, dict[str, Any]] = field(default_factory=dict)
     summary: dict[str, Any] | None = None
     runs: Path = field(default_factory=lambda: absolute("runs"))
-    settings: str = ""
+    settings_hash: str = ""
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,13 @@ def start_of(output: OutputSection, name: str, settings: Mapping[str, Any], back
         start = _find_start(opened, settings, backend, trigger, from_file=output.resume not in (None, AUTO))
     else:
         start = Start(opened, on_rank_zero(backend, "checkpoint", lambda: read_checkpoint(opened, settings)))
-    return replace(start, settings=settings_hash(settings))
+    return replace(start, settings_hash=settings_hash(settings))
 
 
 def _enter(
     output: OutputSection, name: str, settings: Mapping[str, Any], world: World, lock: FolderLock
 ) -> tuple[str | None, str | None]:
-    """Name the job, call :func:`enter`, and check that the run may be restarted. On rank 0 only."""
+    """Set ``lock.job``, call :func:`enter`, and raise UserError if a restart is not allowed. On rank 0 only."""
     job = job_of(world, settings["timeout"])
     if job:
         _runs[job] += 1
@@ -134,8 +134,8 @@ def _find_start(
         from_file: whether ``--resume FILE`` is given; the run then did not begin at step 0.
 
     Raises:
-        UserError: on every rank, if a rank's folder holds a run with other settings, or a run that cannot begin at step 0
-            and has no good checkpoint.
+        UserError: on every rank, if a rank's folder cannot be read now, or holds a run with other settings, or a run that
+            cannot begin at step 0 and has no good checkpoint.
     """
     assert output.run_dir is not None
     folder = Path(output.run_dir)
@@ -157,10 +157,10 @@ def _find_start(
             show_progress(done_line(summary, folder))
         return Start(output, summary=summary)
     files = [_File(step, rank, *more) for rank, one in enumerate(seen) for step, *more in one["files"]]
-    needed = "a run that did not begin at step 0" if from_file else ""
+    obstacle = "a run that did not begin at step 0" if from_file else ""
     if any(one["result"] for one in seen):
-        needed = "the summary of a run"
-    return Start(output, *_newest(folder, files, settings, backend, trigger, needed))
+        obstacle = "the summary of a run"
+    return Start(output, *_newest(folder, files, settings, backend, trigger, obstacle))
 
 
 def _look(folder: Path, settings: Mapping[str, Any], size: int) -> dict[str, Any]:
@@ -189,7 +189,10 @@ def _look(folder: Path, settings: Mapping[str, Any], size: int) -> dict[str, Any
 
 
 def _has_ended(folder: Path, summary: Mapping[str, Any], settings: Mapping[str, Any], size: int) -> bool:
-    """Return whether the run has completed what these settings request; ``False`` for summaries of older versions."""
+    """Return whether the run has completed what these settings request, and its model is there.
+
+    ``False`` for summaries of older versions.
+    """
     step = StepSection(batch_size=settings["batch_size"], global_batch_size=settings["global_batch_size"])
     return (
         summary.get("planned") == {name: settings[name] for name in PLANNED}
@@ -212,14 +215,17 @@ def _warn_of_missing_folders(folder: Path, exists: Sequence[bool], rank: int) ->
 
 
 def _newest(
-    folder: Path, files: Sequence[_File], settings: Mapping[str, Any], backend: Backend, trigger: str, needed: str
+    folder: Path, files: Sequence[_File], settings: Mapping[str, Any], backend: Backend, trigger: str, obstacle: str
 ) -> tuple[dict[str, Any] | None, dict[str, dict[str, Any]]]:
     """Return the newest good checkpoint, and the checkpoints to be copied into rank 0's folder. Collective.
 
-    For a start at step 0, return ``None`` and no checkpoints.
+    For a start at step 0, return ``None`` and no checkpoints. Print where the run starts.
 
-    ``needed`` says what in the folder forbids a start at step 0; it is empty if such a start is allowed. Raises UserError
-    if there is no good checkpoint and ``needed`` is not empty.
+    ``obstacle`` says what in the folder forbids a start at step 0; it is empty if such a start is allowed.
+
+    Raises:
+        UserError: on every rank, if there is no good checkpoint and ``obstacle`` is not empty, if the newest good one has
+            other settings, or if a checkpoint cannot be read now.
     """
     problems: list[str] = []
     tried: list[Sequence[int]] = []
@@ -246,9 +252,9 @@ def _newest(
         what = f"resuming from step {file.step}, since {path} is the newest good checkpoint{sender}"
         _print_start(backend, trigger, what, problems)
         return saved, _copies(folder, file, saved, backend) if sent else {}
-    if needed:
+    if obstacle:
         raise UserError(
-            f"--run-dir {str(folder)!r} holds {needed}, but no good checkpoint to resume from: choose another folder",
+            f"--run-dir {str(folder)!r} holds {obstacle}, but no good checkpoint to resume from: choose another folder",
             shared=True,
         )
     found = "no good checkpoint" if problems else "no checkpoint"
