@@ -105,7 +105,7 @@ def agree(backend: Primitives, call: Call, extent: int = 0, data: Short | None =
 
     Raises:
         BackendError: on every rank, if the calls differ (the message names each rank's call); or a rank failed, or the
-            comparison timed out.
+            comparison timed out. In the last two cases, later calls fail too.
     """
     sums = backend.sums_among_calls(call.device)
     mine = (call.fingerprint() + sums * _PER_SUM + backend.in_second_thread * _OF_SECOND_THREAD) & (1 << 63) - 1
@@ -143,7 +143,7 @@ def refuse(backend: Primitives, call: Call, problem: Exception) -> NoReturn:
 
 
 def _differences(backend: Primitives, mine: str) -> str:
-    """Return each rank's call: ``ranks 0, 2: sum of 'x' (float32, 3); rank 1: sum of 'x' (float32, 4)``."""
+    """Return each rank's call: ``ranks 0, 2: sum of 'x' (float32, 3); rank 1: sum of 'x' (float32, 4)``. Collective."""
     ranks_of: dict[str, list[str]] = {}
     descriptions = exchange_text(backend.compare_numbers, mine, _DESCRIPTION_BYTES)
     if all(each.endswith(_IN_SECOND_THREAD) for each in descriptions):  # then the calls differ in something else

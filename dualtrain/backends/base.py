@@ -341,7 +341,10 @@ class Done(Work[None]):
 
 
 class Scaled(Work[None]):
-    """Handle of a reduction; ``wait`` multiplies the result by a factor."""
+    """Handle of a reduction; the first ``wait`` multiplies the result by a factor.
+
+    If this multiplication is interrupted, later calls of ``wait`` raise BackendError.
+    """
 
     def __init__(self, work: Work[None], result: torch.Tensor, factor: float) -> None:
         self._work = work

@@ -108,6 +108,7 @@ class CallChannel:
             one.close()
 
     def _finish(self) -> Iterator[None]:
+        """Run the unfinished exchanges, oldest first. If the oldest has failed before, close the connections and raise."""
         while self._unfinished:
             if getgeneratorstate(self._unfinished[0]) == GEN_CLOSED:
                 self.close()  # so that the other ranks don't wait for this rank
@@ -139,29 +140,29 @@ class CallChannel:
                 raise ValueError("the answer of rank 0 belongs to another kind of exchange")
 
 
-def _send(to: socket.socket, frame: memoryview) -> Iterator[None]:
+def _send(peer: socket.socket, frame: memoryview) -> Iterator[None]:
     sent = 0
     while sent < len(frame):
         try:
-            sent += to.send(frame[sent:])
+            sent += peer.send(frame[sent:])
         except TimeoutError:
             yield
 
 
-def _receive(source: socket.socket, into: memoryview) -> Iterator[None]:
+def _receive(peer: socket.socket, buffer: memoryview) -> Iterator[None]:
     received, end = 0, HEADER
     while received < end:
         try:
-            count = source.recv_into(into[received:])
+            count = peer.recv_into(buffer[received:])
         except TimeoutError:
             yield
             continue
         if count == 0:
             raise ConnectionResetError("a rank has closed its connection")
         if received < HEADER <= received + count:
-            end = HEADER + _length(into)
+            end = HEADER + _length(buffer)
         received += count
-        if end > len(into) or received > max(end, HEADER):
+        if end > len(buffer) or received > max(end, HEADER):
             raise ValueError("a message does not have the expected length")
 
 

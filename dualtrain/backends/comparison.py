@@ -21,7 +21,8 @@ _FAILED = -1  # sent instead of a hash if the values could not be read
 def compare(backend: Backend, what: str, read: Callable[[], Mapping[str, object]]) -> list[Difference]:
     """Compare the ranks' values; return the differences, the same list on every rank. Collective; blocks.
 
-    Each rank sends 16 bytes if there are no differences. The differences are in the order of rank 0's names.
+    Each rank sends 16 bytes if there are no differences. The differences are in the order of rank 0's names, then of
+    the names that rank 0 lacks.
 
     Args:
         backend: the ranks to compare.
@@ -48,23 +49,23 @@ def compare(backend: Backend, what: str, read: Callable[[], Mapping[str, object]
     answers = backend.allgather_object((values, reason), name=f"different {what}")
     _raise_failures([problem for _, problem in answers], backend.members, failure)
     names = dict.fromkeys(name for theirs, _ in answers for name in theirs)
-    found = (Difference(name, tuple(theirs.get(name) for theirs, _ in answers), backend.members) for name in names)
-    return [difference for difference in found if len(set(difference.values)) > 1]
+    compared = (Difference(name, tuple(theirs.get(name) for theirs, _ in answers), backend.members) for name in names)
+    return [difference for difference in compared if len(set(difference.values)) > 1]
 
 
 def _as_text(value: object) -> str:
     return "not set" if value is None else repr(value)
 
 
-def _raise_failures(reasons: Sequence[str | None], members: Sequence[int], own: Exception | None) -> None:
+def _raise_failures(reasons: Sequence[str | None], members: Sequence[int], failure: Exception | None) -> None:
     failed = [rank for rank, reason in enumerate(reasons) if reason is not None]
     if not failed:
         return
     reason = reasons[failed[0]]
     alike = [rank for rank in failed if reasons[rank] == reason]
     if len(alike) == len(reasons):
-        raise UserError(str(reason), shared=True) from own
-    raise RanksDifferError(f"{ranks_in_words(members[rank] for rank in alike)}: {reason}") from own
+        raise UserError(str(reason), shared=True) from failure
+    raise RanksDifferError(f"{ranks_in_words(members[rank] for rank in alike)}: {reason}") from failure
 
 
 def _reason(what: str, error: Exception) -> str:

@@ -110,11 +110,16 @@ def connect(
         The backend; close it, or use it in a ``with`` statement.
 
     Raises:
-        UserError: a name is unknown; ``world`` is not a ``World``; the device does not exist, or is a GPU although
-            ``transport`` is ``"shm"``; ``timeout`` is not a number of seconds above 0; the backend does not support
-            ``default_group``; a library is missing; two ranks use the same GPU with NCCL; the ranks have different versions
-            of dualtrain, kinds of device or transports; or the world cannot be joined, or its size is not the number of
-            processes that were started.
+        UserError: for one of these reasons:
+
+            - An argument is wrong: a name is unknown, ``world`` is not a ``World``, or ``timeout`` is not a number of
+              seconds above 0.
+            - The device does not exist, or is a GPU although ``transport`` is ``"shm"``; or two ranks use the same GPU with
+              NCCL.
+            - A library is missing, or the backend does not support ``default_group``.
+            - The ranks have different versions of dualtrain, kinds of device or transports.
+            - The world cannot be joined, or the library's rank or size is not that of ``world``.
+
         BackendError: another rank failed, or did not continue in time, after it had joined the world.
     """
     if world is not None and not isinstance(world, World):
@@ -221,21 +226,22 @@ def _device(device: str | torch.device) -> torch.device:
     return found if found.type == "cuda" else torch.device("cpu")  # cpu:0 is the same device, but compares as unequal
 
 
-def _refuse_other_world(name: str, found: tuple[int, int], world: World) -> None:
-    """Check that the library's rank and size, ``found``, are the launcher's; otherwise each process would train alone.
+def _refuse_other_world(name: str, rank_and_size: tuple[int, int], world: World) -> None:
+    """Check that the library's rank and size are the launcher's; otherwise each process might train alone.
 
     Raises:
         UserError: the rank or the size differs.
     """
-    if found == (world.rank, world.size):
+    if rank_and_size == (world.rank, world.size):
         return
+    rank, size = rank_and_size
     if world.launcher == "none":
         raise UserError(
-            f"the {name} backend is rank {found[0]} of {found[1]}, but the program gave connect() a World of rank "
+            f"the {name} backend is rank {rank} of {size}, but the program gave connect() a World of rank "
             f"{world.rank} of {world.size}: give the rank and the size of the {name} backend, or choose another backend"
         )
     raise UserError(
-        f"the {name} backend is rank {found[0]} of {found[1]}, but {world.launcher} started this process as rank "
+        f"the {name} backend is rank {rank} of {size}, but {world.launcher} started this process as rank "
         f"{world.rank} of {world.size}: the library did not use the launcher's variables; choose the launcher's backend "
         "(--backend auto), or start one process"
     )
@@ -244,7 +250,7 @@ def _refuse_other_world(name: str, found: tuple[int, int], world: World) -> None
 def _locate(backend: Backend) -> None:
     """Set local and cross ranks from the hosts' exchanged identities, since launchers define these ranks differently.
 
-    The ranks compare their versions of dualtrain in the same exchange.
+    Collective. The ranks compare their versions of dualtrain in the same exchange.
 
     Raises:
         UserError: the ranks run different versions of dualtrain.
@@ -267,8 +273,10 @@ def _locate(backend: Backend) -> None:
 def _compare_choices(backend: Backend, transport: str) -> None:
     """Check that all ranks have the same kind of device and the same transport; otherwise reductions would not match.
 
+    Collective.
+
     Raises:
-        UserError: on every rank, with each rank's choice.
+        UserError: on every rank, with each rank's choice, if the choices differ.
     """
     devices = ("cpu", "cuda")
     mine = [devices.index(backend.device.type), TRANSPORTS.index(transport)]
@@ -277,12 +285,12 @@ def _compare_choices(backend: Backend, transport: str) -> None:
         ("device", [devices[index] for index, _ in gathered], "let every rank see a GPU, or give --device cpu to all"),
         ("transport", [TRANSPORTS[index] for _, index in gathered], "give the same --transport to all"),
     )
-    for what, found, cure in compared:
-        refuse_unlike(what, found, cure)
+    for what, choices, cure in compared:
+        refuse_unlike(what, choices, cure)
 
 
 def _take_device(backend: Backend) -> None:
-    """Choose this rank's GPU by its local rank, unless the user chose one, and make it the current GPU.
+    """Choose this rank's GPU by its local rank, unless the user chose one, and make it the current GPU. Collective.
 
     Raises:
         UserError: the transport is NCCL, and another rank of this host has the same GPU.

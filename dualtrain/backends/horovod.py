@@ -86,7 +86,7 @@ def replace_package(package: str, meet: Meet) -> None:
         meet: makes the job's store, if ``init`` needs it.
 
     Raises:
-        UserError: Horovod is not installed.
+        UserError: Horovod is not installed; or as :func:`~dualtrain.launchers.detect_world`.
     """
     library = _library()
     parts = "mpi_ops functions optimizer compression sync_batch_norm elastic elastic.state elastic.sampler"

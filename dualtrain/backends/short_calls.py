@@ -58,7 +58,7 @@ class CallBuffers:
     Args:
         rank: this rank.
         size: the number of ranks.
-        most: the largest number of bytes of data in a frame, a multiple of 8.
+        limit: the largest number of bytes of data in a frame, a multiple of 8.
 
     Attributes:
         rows: on rank 0, buffers for the frames of the other ranks.
@@ -68,14 +68,14 @@ class CallBuffers:
     # Leave inference mode: tensors and views that are made in it could not be written outside of it.
 
     @torch.inference_mode(False)
-    def __init__(self, rank: int, size: int, most: int) -> None:
+    def __init__(self, rank: int, size: int, limit: int) -> None:
         self._size = size
-        self._stride = 1 + _NUMBERS + most // _WORD  # size of the buffer for a rank's frame, in int64 numbers
+        self._stride = 1 + _NUMBERS + limit // _WORD  # size of the buffer for a rank's frame, in int64 numbers
         self._end = 1 + _NUMBERS * size  # where the numbers in the reply end
         # Each memoryview shares its memory with a tensor: Python reads and writes single numbers faster through the
         # memoryview. On rank 0, ``_frames`` holds the frames of all ranks, rank 0's own frame first.
         self._frames, gathered = _shared(self._stride * (size if rank == 0 else 1))
-        self._answer, self._reply = _shared(self._end + most // _WORD)
+        self._answer, self._reply = _shared(self._end + limit // _WORD)
         self._gathered = gathered.view(-1, self._stride)
         memory, end = self._frames.cast("B"), self._stride * _WORD
         self._frame = memory[:end]
@@ -158,14 +158,14 @@ class CallBuffers:
         return _Views(mine.view(tensor.shape), rows, result.view(tensor.shape), result)
 
 
-def is_sent_with_call(data: Short | None, size: int, most: int) -> bool:
-    """Return whether ``data`` may be sent with the comparison of its call, in frames of at most ``most`` bytes of data."""
+def is_sent_with_call(data: Short | None, size: int, limit: int) -> bool:
+    """Return whether ``data`` may be sent with the comparison of its call, in frames of at most ``limit`` bytes of data."""
     own = _own_values(data)
     if own is None:
         return data is not None  # a broadcast from another rank
     if isinstance(data, Reduction) and own.dtype not in REDUCIBLE:
         return False
-    return own.is_cpu and own.nbytes <= (most // size if isinstance(data, Gather) else most)
+    return own.is_cpu and own.nbytes <= (limit // size if isinstance(data, Gather) else limit)
 
 
 def _own_values(data: Short | None) -> torch.Tensor | None:

@@ -67,11 +67,11 @@ class SumOrder:
         bounds = [rank * (shards // size) + min(rank, shards % size) for rank in range(size + 1)]
         self.ranges = [range(begin, end) for begin, end in pairwise(bounds)]
         root = Node(0, shards)
-        self.owned = [_cover(root, owned) for owned in self.ranges]
+        self.owned = [_cover(root, indices) for indices in self.ranges]
         self.nodes = [node for nodes in self.owned for node in nodes]
         self.additions: list[Addition] = []
         self._add_up(root, {node: number for number, node in enumerate(self.nodes)})
-        self.merges = [_merges(root, owned) for owned in self.ranges]
+        self.merges = [_merges(root, indices) for indices in self.ranges]
         self.buffers = max(0, *(len(nodes) - 1 for nodes in self.owned))
 
     @property
@@ -113,22 +113,22 @@ def sum_order(shards: int, size: int) -> SumOrder:
     return SumOrder(shards, size)
 
 
-def _cover(node: Node, owned: range) -> list[Node]:
-    """Return the largest subtrees of ``node`` whose shards are all in ``owned``, from left to right."""
-    begin, end = max(node.first, owned.start), min(node.first + node.length, owned.stop)
+def _cover(node: Node, indices: range) -> list[Node]:
+    """Return the largest subtrees of ``node`` whose shards are all in ``indices``, from left to right."""
+    begin, end = max(node.first, indices.start), min(node.first + node.length, indices.stop)
     if begin >= end:
         return []
     if end - begin == node.length:
         return [node]
-    return [part for child in node.children() for part in _cover(child, owned)]
+    return [part for child in node.children() for part in _cover(child, indices)]
 
 
-def _merges(root: Node, owned: range) -> list[int]:
+def _merges(root: Node, indices: range) -> list[int]:
     """Return, for each shard of a rank, how often the rank merges its two newest partial sums after that shard."""
     parents = _parents(root)
     kept: list[Node] = []
     merges = []
-    for shard in owned:
+    for shard in indices:
         newest, count = Node(shard, 1), 0
         while kept and (kept[-1], newest) in parents:
             newest, count = parents[kept.pop(), newest], count + 1

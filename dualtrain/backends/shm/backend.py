@@ -112,7 +112,7 @@ class SharedMemoryBackend(DelegatingBackend):
 
     Args:
         inner: a connected backend that can send CPU tensors.
-        sum_memories: for other backends of this process, the memory of their gradient sums. These sums progress while this
+        sum_memories: the memories in which other backends of this process sum gradients. These sums progress while this
             backend waits. This backend adds its own memory to the list, and removes it in :meth:`close`.
         reserved: sizes in bytes of all buffers that :meth:`new_buffer` will make. If sizes are given, that method does not
             block, and the ranks may call it at different times. If not, it is collective and maps memory at each call.
@@ -134,18 +134,18 @@ class SharedMemoryBackend(DelegatingBackend):
         if len(set(Counter(inner.hosts).values())) > 1:
             raise UnsharedError("the hosts do not have equally many ranks")
         self.transport = f"{type(self).transport}+{inner.transport}" if several else type(self).transport
-        across = inner.between_hosts() if several else None
+        between_hosts = inner.between_hosts() if several else None
         # Operations in one memory are matched by their order. The order of gradient sums relative to other calls may differ
         # between ranks, so each kind has its own memory.
         self._sum_memories = [] if sum_memories is None else sum_memories
-        self.sums = SharedMemory(inner, None if across is None else across.gradient_path, self._memories)
-        self.calls = SharedMemory(inner, across, self._memories)
+        self.sums = SharedMemory(inner, None if between_hosts is None else between_hosts.gradient_path, self._memories)
+        self.calls = SharedMemory(inner, between_hosts, self._memories)
         if reserved:
             self.sums.buffers.reserve(reserved)
         # While this rank waits for another rank, that rank may wait for this rank's operations in shared memory.
         self.meanwhile = self._progress
-        if across is not None:
-            across.meanwhile = self._progress
+        if between_hosts is not None:
+            between_hosts.meanwhile = self._progress
         self._copies = False  # whether a gradient buffer could not be put into shared memory
         self._sum_memories.append(self.sums)
 

@@ -32,8 +32,8 @@ class Memory(Protocol):
     def is_short(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is so short that every rank computes its whole reduction."""
 
-    def advance(self, until: Reduction | None = None) -> None:
-        """Advance operations without blocking; with ``until``, block until that operation has ended."""
+    def advance(self, work: Reduction | None = None) -> None:
+        """Advance operations without blocking; with ``work``, block until it and all earlier ones have ended."""
 
     def progress(self) -> int:
         """Advance operations without blocking, and return how many are left unfinished. Raises no error of an operation."""

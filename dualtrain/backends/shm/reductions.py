@@ -8,8 +8,8 @@ same bits in every run.
 A short tensor is copied to a slot in shared memory instead, and every rank computes the whole reduction from the slots of
 all ranks (``short.py``). This needs one signal instead of two; a signal takes longer than the reduction of a short tensor.
 
-With several hosts, the ranks that have the same shard (one per host) all-reduce it through the backend ``across``. Then
-each of them writes the result into the buffers of its host.
+With several hosts, the ranks that have the same shard (one per host) all-reduce it through the library. Then each of them
+writes the result into the buffers of its host.
 
 The caller's thread does the work, when it waits for an operation. It also does what is possible without blocking when it
 starts the next operation. If the ranks compute on all cores, an additional thread would not make this faster.
@@ -54,9 +54,10 @@ class SharedMemory:
 
     Args:
         library: backend over all ranks; every host has the same number of ranks.
-        across: if there are several hosts, operations over the ranks that have this rank's local rank (one on each host).
-        progressing: function that returns the ``SharedMemory`` objects whose operations continue while an operation of this
-            object waits. It may return this object, too.
+        between_hosts: if there are several hosts, operations over the ranks that have this rank's local rank (one on each
+            host).
+        progressing_memories: function that returns the ``SharedMemory`` objects whose operations continue while an
+            operation of this object waits. It may return this object, too.
 
     Attributes:
         buffers: this rank's buffers that are reduced in place.
@@ -66,11 +67,14 @@ class SharedMemory:
     """
 
     def __init__(
-        self, library: Primitives, across: GradientPath | None, progressing: Callable[[], Iterable[SharedMemory]]
+        self,
+        library: Primitives,
+        between_hosts: GradientPath | None,
+        progressing_memories: Callable[[], Iterable[SharedMemory]],
     ) -> None:
         self._library = library
-        self._across = across
-        self._progressing = progressing
+        self._between_hosts = between_hosts
+        self._progressing_memories = progressing_memories
         self._host = library.hosts[library.rank]
         self.size, self.rank = library.local_size, library.local_rank
         self._exchange = library.exchange  # replaced below, when this memory is ready
@@ -79,7 +83,9 @@ class SharedMemory:
         spin = cores_of_host(library.exchange, library.hosts, library.rank) >= self.size
         self._semaphores = Semaphores(memory, _KINDS, self.size, self.rank, spin=spin)
         #: For each kind of signal, one function per other rank, which returns true once for each post of that rank.
-        self._posts = [[partial(self._posted, kind, other) for other in self._semaphores.others] for kind in range(_KINDS)]
+        self._posts = [
+            [partial(self._consume_post, kind, other) for other in self._semaphores.others] for kind in range(_KINDS)
+        ]
         self.buffers = Buffers(self._new_region, self.rank)
         #: Buffers through which tensors outside shared memory are copied.
         self.stage = self._new_region(STAGE_BYTES)
@@ -128,6 +134,9 @@ class SharedMemory:
         without copies. If ``tensor`` is such a buffer on one rank, it must be one on every rank. With ``in_place=False``,
         such a buffer is copied like any other tensor. With ``tree``, which requires such a buffer, partial sums are added
         along the tree instead of in rank order.
+
+        Raises:
+            BackendError: this operation or an earlier one failed.
         """
         with self._lock:
             flat = tensor if tensor.dim() == 1 else tensor.view(-1)  # making a view takes longer than a short copy
@@ -157,7 +166,7 @@ class SharedMemory:
 
     def is_short(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` is so short that every rank computes its whole reduction; the same on every rank."""
-        return self._across is None and self._short.fits(tensor)
+        return self._between_hosts is None and self._short.fits(tensor)
 
     def reduce_while_comparing(
         self, tensor: torch.Tensor, op: ReduceOp, compare: Callable[[], object], *, in_place: bool
@@ -186,23 +195,23 @@ class SharedMemory:
         regions = [self.buffers.region_of(buffer) for buffer in (*others, tensor)]
         found = [region for region in regions if region is not None]
         # With several hosts, the tree may need each partial sum of a host, but a host sends only the sum of all of them.
-        return Tree(order, found[:-1]) if self._across is None and len(found) == len(regions) else None
+        return Tree(order, found[:-1]) if self._between_hosts is None and len(found) == len(regions) else None
 
-    def advance(self, until: Reduction | None = None) -> None:
-        """Advance operations without blocking; with ``until``, block until that operation and all earlier ones have ended.
+    def advance(self, work: Reduction | None = None) -> None:
+        """Advance operations without blocking; with ``work``, block until it and all earlier ones have ended.
 
         Raises:
-            BackendError: an operation failed; all later ones fail too.
+            BackendError: an operation failed or was interrupted; all later ones fail too.
         """
         with self._lock:
             if self._interrupted is not None:
                 self._raise_failure(self._interrupted[0])
-            while self._pending and not (until is not None and until.ended):
+            while self._pending and not (work is not None and work.ended):
                 what = self._pending[0].what
                 self._sleeping = False
                 self._advancing = True
                 try:
-                    if not self._pending[0].progress(block=until is not None):
+                    if not self._pending[0].progress(block=work is not None):
                         return
                     self._pending.popleft()
                 except Exception as error:
@@ -214,8 +223,8 @@ class SharedMemory:
                     raise
                 finally:
                     self._advancing = False
-            if until is not None and not until.ended:
-                self._raise_failure(until.what)
+            if work is not None and not work.ended:
+                self._raise_failure(work.what)
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """Gather every rank's ``numbers``, through memory if all ranks are on this host and there are few numbers. Blocks.
@@ -225,7 +234,7 @@ class SharedMemory:
                 length, since they then make different calls. If all ranks are on this host, every rank raises the error for
                 different lengths.
         """
-        gathered = self._exchange_here(numbers) if self._across is None else None
+        gathered = self._exchange_here(numbers) if self._between_hosts is None else None
         if gathered is None:
             gathered = self._library.exchange(numbers)
         return gathered
@@ -261,7 +270,7 @@ class SharedMemory:
             return [vector[1 : 1 + length].tolist() for vector in vectors] if short else None
 
     def close(self) -> None:
-        """Advance operations without blocking, then free the memory. Operations that start later fail."""
+        """Advance operations without blocking, then drop them and the references to the memory. Later operations fail."""
         with self._lock:
             if self._failure is None:
                 with suppress(BackendError):
@@ -284,13 +293,13 @@ class SharedMemory:
     # -- steps of an operation -------------------------------------------------------------------------------------
 
     def post_ready(self, work: Reduction) -> None:
-        """Post that this rank's values for ``work`` are in its buffer."""
+        """Post that this rank's values for ``work`` are in its buffer. Write the values of a short tensor first."""
         work.posted = work.region is not None or work.short
         if work.short:
             work.values = self._short.write(work.tensor, self._next_short)
             self._next_short = 1 - self._next_short
-        at = self._posted_ready % _TAGS * TAG_BYTES
-        self._tags[self.rank][at : at + TAG_BYTES] = work.tag
+        offset = self._posted_ready % _TAGS * TAG_BYTES
+        self._tags[self.rank][offset : offset + TAG_BYTES] = work.tag
         self._posted_ready += 1
         self._semaphores.post(_READY)
 
@@ -298,11 +307,11 @@ class SharedMemory:
         """Reduce this rank's shard, from "ready" to "done"; yield the conditions to wait for."""
         yield from self._posts[_READY]
         self._check_tags(work)
-        if self._across is None:
+        if self._between_hosts is None:
             plan.reduce(work.op, work.factor)
         else:
             plan.reduce_on_host(work.op)
-            yield partial(_ended, self._across.start_allreduce(plan.shard, work.op, work.name))
+            yield partial(_ended, self._between_hosts.start_allreduce(plan.shard, work.op, work.name))
             plan.copy_to_all(work.factor)
         self._semaphores.post(_DONE)
         yield from self._posts[_DONE]
@@ -315,16 +324,16 @@ class SharedMemory:
 
     def _check_tags(self, work: Reduction) -> None:
         """Check that all ranks have posted this "ready" for the same operation. Raises BackendError if not."""
-        at = self._seen_ready % _TAGS * TAG_BYTES
+        offset = self._seen_ready % _TAGS * TAG_BYTES
         self._seen_ready += 1
         for tags in self._others_tags:
-            if tags[at : at + TAG_BYTES] != work.tag:
-                self._raise_mismatch(at)
+            if tags[offset : offset + TAG_BYTES] != work.tag:
+                self._raise_mismatch(offset)
 
-    def _raise_mismatch(self, at: int) -> NoReturn:
-        """Raise BackendError, on every rank of this host, since the tags at ``at`` are of different operations."""
+    def _raise_mismatch(self, offset: int) -> NoReturn:
+        """Raise BackendError, on every rank of this host, since the tags at ``offset`` are of different operations."""
         ranks = self._ranks_here()
-        names = [bytes(tags[at + 8 : at + TAG_BYTES]).rstrip(b"\0").decode(errors="replace") for tags in self._tags]
+        names = [bytes(tags[offset + 8 : offset + TAG_BYTES]).rstrip(b"\0").decode(errors="replace") for tags in self._tags]
         listed = "; ".join(f"rank {rank}: {name}" for rank, name in zip(ranks, names, strict=True))
         raise BackendError(
             f"the ranks are in different operations ({listed}): operations on a backend are matched by order; make the "
@@ -334,7 +343,8 @@ class SharedMemory:
     def _ranks_here(self) -> list[int]:
         return [rank for rank, host in enumerate(self._library.hosts) if host == self._host]
 
-    def _posted(self, kind: int, other: int, block: bool) -> bool:
+    def _consume_post(self, kind: int, other: int, block: bool) -> bool:
+        """Consume a post of rank ``other`` and return True, or return False; with ``block``, wait for the post."""
         if self._semaphores.try_wait(kind, other, spin=block):
             return True
         if block:
@@ -347,8 +357,8 @@ class SharedMemory:
         return False
 
     def _wait_and_progress(self, kind: int, other: int, seconds: float) -> bool:
-        """Wait for a post. Meanwhile advance other operations, for which the other rank may wait before it posts."""
-        unfinished = sum(memory.progress() for memory in self._progressing() if memory is not self) > 0
+        """Wait for a post; return whether there is one. Meanwhile advance operations for which the other rank may wait."""
+        unfinished = sum(memory.progress() for memory in self._progressing_memories() if memory is not self) > 0
         if kind == _VECTOR:
             self.advance()
             unfinished = unfinished or bool(self._pending)
@@ -427,6 +437,7 @@ _has_posted = attrgetter("posted")
 
 
 def _ended(work: Work[None], block: bool) -> bool:
+    """Return whether ``work`` has ended; with ``block``, wait for it. Raises its error."""
     if block or work.done():
         work.wait()
         return True

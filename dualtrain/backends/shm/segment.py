@@ -74,7 +74,7 @@ def map_on_host(
                 memory = _open(pid, number, nonce, nbytes)
             except Exception as error:
                 problem = f"cannot open the memory of process {pid}: {_reason(error)}"
-        _agree(exchange, memory is not None, problem)
+        _raise_if_unshared(exchange, memory is not None, problem)
     finally:
         if descriptor >= 0:
             os.close(descriptor)
@@ -151,7 +151,8 @@ def _reason(error: Exception) -> str:
     return getattr(error, "strerror", None) or one_line(error)
 
 
-def _agree(exchange: Exchange, mapped: bool, problem: str) -> None:
+def _raise_if_unshared(exchange: Exchange, mapped: bool, problem: str) -> None:
+    """Raise UnsharedError on every rank if one of them has not mapped the memory. Collective; blocks."""
     if all(theirs for (theirs,) in exchange([int(mapped)])):
         return
     problems = exchange_text(exchange, problem, _REASON_BYTES)

@@ -39,11 +39,11 @@ class Semaphores:
         self._spins = _SPINS if spin else 1
         first = memory.data_ptr()
 
-        def at(kind: int, source: int, target: int) -> ctypes.c_void_p:
+        def address(kind: int, source: int, target: int) -> ctypes.c_void_p:
             return ctypes.c_void_p(first + ((kind * size + source) * size + target) * CACHE_LINE)
 
-        self._to = [[at(kind, rank, other) for other in self.others] for kind in range(kinds)]
-        self._from = [[at(kind, other, rank) for other in range(size)] for kind in range(kinds)]
+        self._to = [[address(kind, rank, other) for other in self.others] for kind in range(kinds)]
+        self._from = [[address(kind, other, rank) for other in range(size)] for kind in range(kinds)]
         #: For each kind and rank, the result of the C call in ``timed_wait``. If it is 0, the call has consumed a post,
         #: which the next ``try_wait`` reports.
         self._received: list[list[list[int]]] = [[[] for _ in range(size)] for _ in range(kinds)]

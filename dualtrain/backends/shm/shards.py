@@ -51,7 +51,10 @@ class Region:
         self._plans.clear()
 
     def plan(self, dtype: torch.dtype, count: int, scaled: int, tree: Tree | None = None) -> Plan:
-        """Return a plan that reduces the first ``count`` elements, and scales the first ``scaled`` of them."""
+        """Return a plan that reduces the first ``count`` elements, and scales the first ``scaled`` of them.
+
+        Without ``tree``, it reduces in rank order.
+        """
         key = dtype, count, scaled, tree.order if tree is not None else None
         if key not in self._plans:
             if len(self._plans) == _PLANS:
@@ -151,7 +154,7 @@ class _Piece(NamedTuple):
     """A piece of a shard: its values in all parts, its elements to scale, and the other buffers that get the result."""
 
     values: list[torch.Tensor]
-    scaled: torch.Tensor
+    to_scale: torch.Tensor
     copies: list[torch.Tensor]
 
     def reduce(self, op: ReduceOp, additions: Sequence[Addition]) -> None:
@@ -163,7 +166,7 @@ class _Piece(NamedTuple):
     def copy_to_all(self, factor: float) -> None:
         """Scale the result, and copy it into the other buffers."""
         if factor != 1:
-            self.scaled.mul_(factor)
+            self.to_scale.mul_(factor)
         for copy in self.copies:
             copy.copy_(self.values[0])
 
