@@ -207,7 +207,10 @@ def _refuse_to_train_alone() -> None:
 
 
 def _device(device: str | torch.device) -> torch.device:
-    """Return ``device`` as a torch.device; a GPU without an index is chosen later, by the local rank."""
+    """Return ``device`` as a torch.device; a GPU without an index is chosen later, by the local rank.
+
+    Raises UserError if there is no such device.
+    """
     wanted = str(device)
     if wanted == "auto":
         wanted = "cuda" if torch.cuda.is_available() else "cpu"
@@ -317,7 +320,10 @@ def _take_device(backend: Backend) -> None:
 
 
 def _share_memory(backend: Backend, transport: str) -> Backend:
-    """Return ``backend`` with reductions through shared memory if that is chosen and possible, else ``backend`` itself."""
+    """Return ``backend`` with reductions through shared memory if that is chosen and possible, else ``backend`` itself.
+
+    Collective. If it is chosen and not possible, rank 0 logs a warning.
+    """
     several = len(set(backend.hosts)) > 1
     automatic = transport == "auto" and backend.name == "torch" and backend.device.type == "cpu" and not several
     if backend.name == "local" or not (automatic or transport == "shm"):

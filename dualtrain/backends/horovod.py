@@ -39,6 +39,7 @@ INSTALL = (
 
 
 def _library() -> Any:
+    """Import Horovod and return it. Raises UserError if the import fails."""
     try:
         import horovod.torch as hvd
     except ImportError as error:

@@ -237,6 +237,7 @@ class Run:
         check_one_sample(model, self.config.model.name, self.task, self.sampler, step, self.parts, self.total_steps)
 
     def _restore_best(self, saved: dict[str, Any], file: Path | None) -> None:
+        """Restore the files of the best evaluation. If there are none, warn, and drop that evaluation. Collective."""
         other = file.parent if file else None
         if not restore_best(self.trainer, self.cursor, saved, self.folder, other, self.lock):
             step = self.cursor.best["step"]
@@ -258,6 +259,7 @@ class Run:
         )
 
     def _resume(self, saved: dict[str, Any], output: OutputSection) -> None:
+        """Load a checkpoint. Raise UserError on every rank if this run does not fit it. Collective."""
         folder = output.resume_file.parent.parent if output.resume_file else Path(output.run_dir or "")
         data = {**self._data(), "validation": len(self.task.val)}
         compare_batches_and_data(saved, self.sampler.global_batch, data, folder)
@@ -474,7 +476,12 @@ class Run:
     # -- saving -----------------------------------------------------------------------------------------------------
 
     def _save(self, *, best: bool) -> None:
-        """Start writing a checkpoint. Collective. Raises DivergedError if a weight is not finite."""
+        """Start writing a checkpoint, after the write before it has ended. Collective.
+
+        Raises:
+            DivergedError: on every rank, if a weight is not finite.
+            UserError: on rank 0, if the state cannot be saved, or the write before it hangs.
+        """
         self.records.progress.phase("saving a checkpoint")
         with self.clock.saving():
             self._write(best=best)

@@ -101,7 +101,7 @@ class SharedMemory:
         rings: list[Any] = [slot.numpy() for slot in self._new_region(_TAGS * TAG_BYTES + 1).slots]
         self._tags = [memoryview(ring) for ring in rings]
         self._others_tags = [self._tags[other] for other in self._semaphores.others]
-        self._posted_ready, self._seen_ready = 0, 0  # numbers of operations: posted as ready, and ready on all ranks
+        self._posted_ready, self._seen_ready = 0, 0  # numbers of "ready" signals: posted by this rank; consumed from all
         self._pending: deque[Reduction] = deque()
         self._lock = threading.RLock()
         self._sleeping = False  # whether an operation waits for another rank's post: an interrupt is then harmless
