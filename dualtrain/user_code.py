@@ -36,7 +36,7 @@ def call_user_code(path: str, flag: str, takes: str, *arguments: Any) -> Any:
         UserError: the module or the callable does not exist, or is an ``nn.Module``; the callable requires other arguments
             (the message describes the right ones with the text in ``takes``); or the user's code raises (the error has
             that code's traceback). The message names ``flag``.
-        BackendError: the user's code raises this error.
+        BackendError: the user's code raised it.
     """
     module_name, _, name = path.partition(":")
     if not name.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
