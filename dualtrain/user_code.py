@@ -33,7 +33,7 @@ def call_user_code(path: str, flag: str, takes: str, *arguments: Any) -> Any:
     """Call ``path`` (``pkg.mod:build``) with ``arguments``, or without arguments if it takes none; return its result.
 
     Raises:
-        UserError: the module or the callable does not exist, or is an ``nn.Module``; the callable requires other arguments
+        UserError: the module or the callable does not exist; the callable is an ``nn.Module``, or requires other arguments
             (the message describes the right ones with the text in ``takes``); or the user's code raises (the error has
             that code's traceback). The message names ``flag``.
         BackendError: the user's code raised it.

@@ -237,7 +237,7 @@ class Run:
         check_one_sample(model, self.config.model.name, self.task, self.sampler, step, self.parts, self.total_steps)
 
     def _restore_best(self, saved: dict[str, Any], file: Path | None) -> None:
-        """Restore the files of the best evaluation. If there are none, warn, and drop that evaluation. Collective."""
+        """Restore the files of the best evaluation. If that is impossible, warn, and drop that evaluation. Collective."""
         other = file.parent if file else None
         if not restore_best(self.trainer, self.cursor, saved, self.folder, other, self.lock):
             step = self.cursor.best["step"]
