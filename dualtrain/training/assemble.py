@@ -212,7 +212,10 @@ def make_model(section: ModelSection, task: Task, seed: int, backend: Backend, *
     # From here on, random numbers (dropout, for example) differ between ranks.
     seed_all(derived(seed, "rank", backend.rank))
     if section.sync_batchnorm:
-        synchronize_norms(model, backend)
+        try:
+            synchronize_norms(model, backend)
+        except ValueError as error:  # the model itself is a BatchNorm layer
+            raise UserError(f"--sync-batchnorm: {error}", shared=True) from error
     model = model.to(backend.device)
     # Don't convert unless requested: parameters of lazy layers have no memory format yet.
     return model.to(memory_format=torch.channels_last) if section.channels_last else model

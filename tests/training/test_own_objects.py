@@ -227,6 +227,17 @@ def test_a_model_with_lazy_layers_trains_but_cannot_load_a_weights_file(tmp_path
             loop.train(parse([*flags, "--weights", weights, "--run-dir", str(tmp_path / "other")]), backend)
 
 
+def norm_alone(shape, classes):
+    return nn.BatchNorm1d(classes)
+
+
+def test_a_model_that_is_a_batchnorm_layer_cannot_be_trained_with_sync_batchnorm(tmp_path):
+    flags = ["--dataset", f"{__name__}:data", "--model", f"{__name__}:norm_alone", "--sync-batchnorm", "--workers", "0"]
+    message = "--sync-batchnorm: a BatchNorm1d cannot be replaced in place: give a model that contains it"
+    with connect("local") as backend, pytest.raises(UserError, match=message):
+        loop.train(parse([*flags, "--run-dir", str(tmp_path)]), backend)
+
+
 def changes_folder(folder):
     os.chdir("elsewhere")
     return data(folder)
