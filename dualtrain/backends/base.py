@@ -5,7 +5,7 @@ The operations that users call (``collectives.py``) use only these primitives, s
 
 All ranks of a backend start the primitives in the same order, with equal arguments except for the data and the lengths
 in an all-to-all. The primitives do not check this; their callers do. The operations that users call begin by comparing
-the ranks' calls (``agreement.py``). The code that sums gradients (the gradient path) compares the ranks' layouts of the
+the ranks' calls (``agreement.py``). The code that sums gradients compares the ranks' layouts of the
 gradients whenever it makes a layout.
 
 Buckets of gradients are sent during backward, which may also make other collective calls. So the sums of gradients are
@@ -86,7 +86,7 @@ class Work(ABC, Generic[T_co]):
 
         Raises:
             BackendError: the operation failed or timed out; :class:`~dualtrain.errors.PeerFailedError` if a rank failed.
-            Exception: the error of a call with ``_async``, such as ValueError, if all ranks' calls have this error.
+            Exception: the error of a call whose name ends in ``_async``, such as ValueError, if all ranks' calls have it.
         """
 
     @abstractmethod

@@ -49,7 +49,7 @@ def choose_for_horovod_api(env: Mapping[str, str]) -> str:
     DUALTRAIN_BACKEND overrides this choice.
 
     Raises:
-        UserError: DUALTRAIN_BACKEND is not torch, horovod or auto; or as :func:`~dualtrain.launchers.detect_world`.
+        UserError: DUALTRAIN_BACKEND is not torch, horovod or auto; or :func:`~dualtrain.launchers.detect_world` raises it.
     """
     wanted = env.get("DUALTRAIN_BACKEND") or "auto"
     if wanted not in ("auto", "torch", "horovod"):
@@ -97,8 +97,8 @@ def connect(
         device: where this rank's tensors will be; ``"auto"`` is the GPU of this local rank, or the CPU without GPUs.
         timeout: the longest time in seconds that any wait on the backend lasts.
         groups: whether ``Backend.group`` will be called; only the horovod backend uses this. If True, Horovod synchronizes
-            its process sets in every cycle, and holds a lock that every call needs. If False, Horovod is faster, and over
-            MPI a failed rank cannot make the other ranks wait for that lock.
+            its process sets in every cycle, and holds a lock that every call needs. Over MPI, a
+            failed rank can then make the other ranks wait for that lock. If False, Horovod is faster.
         transport: how CPU tensors are reduced. ``"native"`` uses the backend's library. ``"shm"`` uses memory that the
             ranks of a host share, and the library between hosts. If the ranks cannot share memory, rank 0 logs a warning,
             and the library is used. ``"auto"`` is ``"shm"`` for the torch backend on the CPU with all ranks on one

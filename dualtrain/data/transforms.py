@@ -29,7 +29,7 @@ def v2() -> Any:
 class ImageTransform:
     """A :data:`Transform` that resizes, crops and normalizes. Values become float32, integers scaled to [0, 1].
 
-    With all arguments left out, images of floating-point values are returned unchanged.
+    With all arguments left out, images of floating-point values are returned unchanged, in their own dtype.
 
     Args:
         size: side of the crop in pixels. ``None``: the images' width with ``augment``, no crop without ``augment``.

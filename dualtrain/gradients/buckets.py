@@ -138,7 +138,7 @@ class Bucket:
             memory.wire[: memory.values.numel()].copy_(memory.values)
         self._packed.record(grads if slots is self.slots else None)
 
-    def find_stepped(self, number: int) -> None:
+    def refuse_changed_parameters(self, number: int) -> None:
         """Refuse round ``number`` if the program has changed a parameter, and dropped its gradient, during backward.
 
         Optimizers that step in hooks do so: each rank has then changed the parameter by its own gradient. Call this after

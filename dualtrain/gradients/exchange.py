@@ -74,7 +74,7 @@ class Exchange:
     def describe(self, size: int) -> list[str]:
         """Return the options that must be the same on each of ``size`` ranks: all except ``Transfer.before``.
 
-        Without ``coalesce``, ``Transfer.sums``, which depends on ``before``, must be the same too.
+        Without ``coalesce``, the ranks must also agree whether the result is a plain sum (``Transfer.sums``).
         """
         transfer, order = self.transfer, "backend's" if self._order is None else f"tree of {self._order.ranges}"
         factor = transfer.factor_after(size if self._order is None else self._order.shards)
@@ -132,13 +132,13 @@ class Exchange:
 
         Raises:
             BackendError: on every rank, if some ranks keep the layout; on this rank, if an earlier exchange failed or was
-                interrupted. All gradients are dropped, unless an earlier exchange failed.
+                interrupted. All gradients are dropped, unless an earlier wait failed, which has dropped them already.
         """
         if self._backend is None:
             return
         self._refuse_after_interrupt()
         self.refuse_after_failure()
-        self._leave_moved_memory()
+        self._leave_memory_of_share_memory()
         try:
             self.refusals.leave_layout(self._backend, self.schedule.buckets, self.schedule.next, cpu_waits)
         except Exception:
@@ -163,18 +163,18 @@ class Exchange:
         Waits for the backend's earlier asynchronous calls, but not for the bucket's sum.
 
         Raises:
-            BackendError: the bucket cannot be sent; or an earlier call was interrupted before it had sent its bucket, and
-                all gradients are dropped.
+            BackendError: the bucket cannot be sent; or an earlier call was interrupted before it had sent its bucket, in
+                which case all gradients are dropped.
         """
         assert self._backend is not None
         schedule = self.schedule
         if not schedule.next:
-            self._leave_moved_memory()
+            self._leave_memory_of_share_memory()
         self._refuse_after_interrupt()
         bucket = schedule.take_next()
         try:
             bucket.pack()
-            bucket.find_stepped(schedule.round)
+            bucket.refuse_changed_parameters(schedule.round)
             if not schedule.has_unsent:
                 self._load_extra(scalars)
                 self.refusals.set_flag(schedule.buckets)
@@ -198,8 +198,11 @@ class Exchange:
         if sent and self.schedule.buckets[sent - 1].work is None:
             self.wait()  # raises BackendError
 
-    def _leave_moved_memory(self) -> None:
-        # Check all buckets before one is packed: ``pack`` compares addresses of gradients with those of all buckets.
+    def _leave_memory_of_share_memory(self) -> None:
+        """Leave gradients that ``share_memory_()`` has moved out of their buckets where they are.
+
+        Call this before any bucket is packed: ``pack`` compares addresses of gradients with those of all buckets.
+        """
         for bucket in self.schedule.buckets:
             bucket.memory.leave_moved()
 
@@ -216,7 +219,7 @@ class Exchange:
         """
         self._load_extra(scalars)
         self.refusals.clear_flag()
-        self._leave_moved_memory()
+        self._leave_memory_of_share_memory()
         separate_gradients(self.slots)
         for bucket in self.schedule.buckets:
             bucket.add_shard()

@@ -17,7 +17,8 @@ class RefusedSlots:
         reshaped: its gradient or parameter has a new shape. Found by ``Bucket.pack``, which sends zeros for it.
         trained_elsewhere: it is frozen on this rank, and has a gradient on other ranks. Found by ``Bucket.unpack``, or by
             ``SparseGradients.reduce`` if the gradient is sparse.
-        stepped: its parameter was changed and its gradient dropped in backward. Found by ``Bucket.find_stepped``.
+        stepped: its parameter was changed and its gradient dropped in backward. Found by
+            ``Bucket.refuse_changed_parameters``.
     """
 
     misplaced: Slot | None = None

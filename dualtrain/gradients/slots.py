@@ -21,7 +21,10 @@ class SlotMemory(Protocol):
     """Interface of a bucket's memory for the slots."""
 
     def leave_views(self) -> None:
-        """Before the first write of a round: if the program keeps views of earlier gradients, leave the memory to them."""
+        """If the program keeps views of earlier gradients, leave the memory to these views, and use a copy of it.
+
+        Call this before the first write of a round.
+        """
 
     def replace_exposed(self, slot: Slot) -> None:
         """Record that ``slot`` has a new tensor ``exposed``."""
@@ -35,7 +38,7 @@ class SlotBucket(Protocol):
 
     #: How many gradients are not ready yet in this round (see ``Schedule``).
     pending: int
-    #: The sum that was started; ``None`` before it and after its end.
+    #: The sum that was started; ``None`` before its start and after its end.
     work: Work[None] | None
 
     @property
@@ -55,7 +58,8 @@ class Slot:
     exposed: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     #: ``None`` before the layout, and for a sparse gradient that is gathered.
     bucket: SlotBucket | None = None
-    #: The tensor that becomes ``param.grad``. It is not ``exposed`` itself: the user may assign to ``param.grad.data``.
+    #: The tensor that becomes ``param.grad``: an alias of ``exposed``, which must not change if the user assigns to
+    #: ``param.grad.data``.
     alias: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     #: Address (``data_ptr()``), strides, shape and dtype of ``view``: a gradient that has the same ones lies in the bucket.
     address: int = 0
@@ -98,7 +102,7 @@ class Slot:
                 self.unpack()
 
     def place(self, view: torch.Tensor, exposed: torch.Tensor, *, copies_early: bool) -> None:
-        """Make ``view``, a part of a bucket, the gradient's place, and ``exposed`` the tensor that the program sees."""
+        """Set ``view``, the gradient's part of a bucket, and ``exposed``, of which ``param.grad`` becomes an alias."""
         self.view, self.exposed, self.alias = view, exposed, exposed.detach()
         self.address, self.strides, self.shape, self.dtype = view.data_ptr(), view.stride(), view.shape, view.dtype
         self.copies_early = copies_early
@@ -208,8 +212,8 @@ def kept_among(slots: list[Slot], grads: list[torch.Tensor]) -> list[tuple[Slot,
 def write_back(kept: list[tuple[Slot, torch.Tensor]]) -> None:
     """Copy each result into the existing ``param.grad``, so that the program's references to it stay valid.
 
-    If such gradients share memory, only the first one can hold its result. The others become views of their buckets, and
-    so do a gradient whose own elements share memory, and one that is no longer ``param.grad``.
+    If such gradients share memory, only the first one can hold its result. For the others, ``param.grad`` becomes a view of
+    the bucket. The same applies if a gradient's own elements share memory, or if it is no longer ``param.grad``.
     """
     end = 0
     for slot, grad in sorted(kept, key=lambda pair: pair[1].data_ptr()):

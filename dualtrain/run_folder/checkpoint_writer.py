@@ -59,9 +59,9 @@ class Writer:
         self.best_failed: OSError | None = None
 
     def write(self, step: int, state: Packed, best: dict[str, torch.Tensor] | None = None) -> None:
-        """Start writing the checkpoint of ``step``; blocks only while an earlier checkpoint is written.
+        """Start writing the checkpoint of ``step``; normally blocks only while an earlier checkpoint is written.
 
-        If the system refuses to start a thread, the checkpoint is written before the call returns.
+        If the system refuses to start a thread, the call writes the checkpoint itself.
 
         Args:
             step: the step of the checkpoint.

@@ -1008,17 +1008,17 @@ def test_the_order_of_contenders_alternates_between_rounds(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("good", "expected"),
+    ("good_starts", "expected"),
     [
         (0, ["ours torch/shm", "ours torch/shm", "ours torch/native", "ddp tuned", "ddp tuned", "ours torch/native"]),
         (1, ["ours torch/shm", "ddp tuned", "ddp tuned", "ours torch/shm", "ours torch/shm", "ours torch/native"]),
     ],
 )
-def test_a_fallback_takes_the_place_of_a_contender_that_cannot_run(good, expected, tmp_path, monkeypatch):
+def test_a_fallback_takes_the_place_of_a_contender_that_cannot_run(good_starts, expected, tmp_path, monkeypatch):
     plan = Plan(["shm", TUNED], ("tiny",), 2, 0.5, 1000, {"shm": "native"})
-    calls, found = run_with(monkeypatch, tmp_path, plan, good={"ours torch/shm": good})
+    calls, found = run_with(monkeypatch, tmp_path, plan, good={"ours torch/shm": good_starts})
     assert calls == expected
-    assert len(found.pairs("native", TUNED)) == 2 - good
+    assert len(found.pairs("native", TUNED)) == 2 - good_starts
 
 
 def test_horovod_is_measured_over_mpi_if_it_cannot_run_over_gloo(tmp_path, monkeypatch):

@@ -152,7 +152,7 @@ def test_an_adasum_optimizer_calls_the_closure_with_gradients_enabled(real):
 
 
 def scaled(backend):
-    """Call ``scaler.step``. In step 1, the gradient of rank 0 is infinite: a fused step contributes no change there."""
+    """Call ``scaler.step``. In step 1, the gradient of rank 0 is infinite: a fused step of rank 0 contributes no change."""
     with library(backend) as hvd:
         for fused in (False, True):
             weights = torch.nn.Parameter(torch.zeros(2))

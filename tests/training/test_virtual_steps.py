@@ -48,7 +48,7 @@ class Failing(nn.Module):
 
 
 def tried(backend, bad, value, error):
-    """Fail in each shard of ``bad`` in turn, then take the step with good samples; return the hash of all state."""
+    """Take a step, fail once in each shard of ``bad``, then take another step; return the hash of all state."""
     model = seeded(Failing())
     with small_buckets((1 << 3, 1 << 4)):
         trainer = trainer_with(model, backend)

@@ -86,7 +86,7 @@ class SecondMapping:
     """Second mapping of the shared pages of ``first``, so that the first mapping can get pages of its own.
 
     Attributes:
-        memory: uint8 tensor with the same pages as ``first``.
+        memory: uint8 tensor with the pages that ``first`` had at construction.
 
     Raises:
         OSError: there is not enough memory, or too many mappings.
