@@ -149,7 +149,7 @@ def load_script_of(folder: Path) -> None:
 
 
 def refuse_none(step: int | None) -> None:
-    """Raise a UserError if ``step`` is ``None``, the result of ``step_in`` and ``step_of`` for a bad file.
+    """Raise a UserError if ``step`` is ``None``, which ``step_in`` and ``step_of`` return for a bad file.
 
     These two functions do not raise. The test searches each reader's message for the name of its file, so this message
     names both files that these functions' readers test.
@@ -234,7 +234,7 @@ CARELESS = {
 
 
 class HangsError(Exception):
-    """Error if a read used more processor time than its limit, or blocked."""
+    """A read used more processor time than its limit, or blocked."""
 
 
 def read_each(requests: Connection) -> None:

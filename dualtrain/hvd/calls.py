@@ -126,7 +126,7 @@ def _broadcast_gradient(grads: Gradients, call: Pending, options: Options) -> Gr
     averaged = _average(grads, options["process_set"])
     if engine().backend.rank == options["root_rank"]:
         return averaged
-    # Zeros that depend on ``averaged``: a second backward pass is collective too, so it must run on every rank.
+    # Zeros that depend on ``averaged``: double backward is collective too, so it must run on every rank.
     return [grad.masked_fill(grad.new_ones((), dtype=torch.bool), 0) for grad in averaged]
 
 

@@ -41,7 +41,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
     else:
         raise ValueError(f"invalid params of type {type(params)}: pass a state_dict or named_parameters")
     named = tensors_among(pairs)
-    # Check all names before the first call: a call that has ended no longer refuses its name.
+    # Check all names before the first call: a name is refused only while an earlier call with this name is running.
     counts = Counter(name for name, _ in named if isinstance(name, str) and name)
     if twice := sorted(name for name, count in counts.items() if count > 1):
         raise ValueError(f"names of parameters occur twice: {', '.join(map(repr, twice))}; give each tensor its own name")

@@ -205,7 +205,7 @@ def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
 def problem_of_name(path: Path, tree: dict[str, Any], step: int) -> str:
     """Return what is wrong if the checkpoint ``tree`` in the file ``path`` holds another step than ``step``, else "".
 
-    Nothing is wrong if the tree has no cursor: then it is not a run's checkpoint, and the caller refuses it.
+    Return "" also if the tree has no cursor: the comparison with the run's settings refuses such a file.
     """
     cursor = tree.get("cursor")
     if not isinstance(cursor, dict) or cursor.get("step") == step:

@@ -1,8 +1,8 @@
 """Refuse restarts that would end like the previous attempt: launchers would otherwise repeat the same failure.
 
-A run leaves ``do-not-restart.json`` in its folder if its loss diverged, if an error that the user must fix ended the
-training, or if the run died too often in a row after the same step with the same settings. A start with the same settings
-then fails at once, with the same reason.
+The file ``do-not-restart.json`` forbids restarts of a run with the same settings: they fail at once, with the reason that
+this file contains. The run writes the file if its loss diverged, or if an error that the user must fix ended the training. The next start
+writes it if the run died too often in a row after the same step with the same settings.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _since_refusal(events: Sequence[Event]) -> list[Death]:
 
 
 def repeated_deaths(deaths: Sequence[Death]) -> list[Death]:
-    """Return the last of ``deaths``, if they occurred after the same step and forbid a restart; else an empty list.
+    """Return the newest deaths that all occurred after the same step, if they forbid a restart; else an empty list.
 
     ``deaths`` begin with the oldest, the result begins with the newest.
 
@@ -133,7 +133,7 @@ def recorded(attempt: Attempt, settings: Mapping[str, Any], backend: Backend) ->
     Args:
         attempt: an attempt that has begun.
         settings: the settings of this start by name, as its command line gives them.
-        backend: the ranks.
+        backend: the backend of all ranks.
     """
     with attempt.noting(backend):
         try:

@@ -63,13 +63,13 @@ def check_one_sample(
 
 def smallest_pass(size: int, parts: int, accumulate: int) -> int:
     """Return the number of samples in the smallest pass when ``BatchPlan`` splits a global batch of ``size`` samples."""
-    shares = [share for share in (size // parts, -(-size // parts)) if share]
-    return min(share // min(accumulate, share) for share in shares)
+    lengths = [length for length in (size // parts, -(-size // parts)) if length]
+    return min(length // min(accumulate, length) for length in lengths)
 
 
 @torch.no_grad()
 def _error_of_one_sample(model: nn.Module, task: Task) -> Exception | None:
-    """Return the error that a copy of ``model`` raises for one sample, but not for two samples; ``None`` without one."""
+    """Return the error that a copy of ``model`` raises for one sample, but not for two samples; ``None`` if there is none."""
     device = next(model.parameters()).device
     before = random_state(device)
     try:

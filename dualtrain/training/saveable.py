@@ -17,7 +17,7 @@ def check_state(model: nn.Module, name: str) -> None:
     """Raise UserError if the model's state cannot be saved, or cannot be restored."""
     with user_code(f"state_dict() of --model {name}"):
         state = model.state_dict()
-    # Check buffers that are not persistent too: a checkpoint has them in each rank's own state (local_state).
+    # Also check buffers that are not persistent: a checkpoint has them in each rank's own state (local_state).
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     with saveable(f"the state of --model {name}"):
         check({**tensors, **state})

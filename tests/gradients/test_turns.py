@@ -196,7 +196,7 @@ def test_buckets_of_other_reducers_do_not_wait_for_a_closed_reducer():
     assert order.may_send(1)
 
 
-def steps_in_another_order(backend):
+def trains_models_in_another_order(backend):
     models = two_models()
     optimizers = [wrapped(model, backend) for model in models]
     order = (0, 1) if backend.rank == 0 else (1, 0)
@@ -213,8 +213,8 @@ def steps_in_another_order(backend):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_stepping_optimizers_in_different_orders_causes_an_error_on_every_rank(size):
-    assert run_threads(size, steps_in_another_order) == [True] * size
+def test_training_two_models_in_different_orders_causes_an_error_on_every_rank(size):
+    assert run_threads(size, trains_models_in_another_order) == [True] * size
 
 
 def changes_backend(backend):

@@ -133,7 +133,7 @@ REPAIRS = [
         "s = torch.utils.data.DistributedSampler(d, 2, 0)\ndef run():\n    for e in range(3): s.set_epoch(e); go()\n",
     ),
     ("s = torch.utils.data.DistributedSampler(d, 2, r)\nfor e in range(3): go()\ns = None\n", None),
-    (  # not repaired: the loop over a number of experts is not the loop over epochs
+    (  # not repaired: ``for e`` is not the loop over epochs, since the ``while`` loop reads the samples
         "s = torch.utils.data.DistributedSampler(d, 2, r)\nl = torch.utils.data.DataLoader(d, sampler=s)\n"
         "def show(e):\n    print(e)\nfor e in range(3):\n    show(e)\nwhile go():\n    for x in l:\n        step(x)\n",
         None,

@@ -1,4 +1,4 @@
-"""The ranks' weights are compared during training. Other state that forward changes is kept for each rank, or refused."""
+"""The ranks' weights are compared during training. Other state that forward changes is saved for each rank, or refused."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_the_speed_in_metrics_jsonl_leaves_out_the_time_of_evaluations(tmp_path,
     assert [line["samples_per_second"] for line in lines if line["kind"] == "step"] == [10.0, 10.0]
 
 
-def test_the_checkpoint_every_flag_also_saves_in_the_last_step_of_an_epoch(tmp_path):
+def test_checkpoint_every_does_not_skip_a_step_that_is_the_last_of_an_epoch(tmp_path):
     flags = ("--lr", "1e-30", "--batch-size", "500", "--checkpoint-every", "3", "--checkpoint-epochs", "3", "--keep", "9")
     summary = train_alone("--epochs", "3", *flags, "--run-dir", str(tmp_path))
     assert summary["steps"] == 9
@@ -232,13 +232,13 @@ def rates(folder: Path) -> dict[int, float]:
 def test_the_first_step_after_a_resume_with_other_epochs_has_the_rate_of_the_new_schedule(tmp_path):
     flags = ("--schedule", "cosine", "--global-batch-size", "480", "--log-every", "1")  # an epoch has 3 steps
     train_alone(*flags, "--epochs", "4", "--run-dir", str(tmp_path / "whole"))
-    # To restore the deleted file of the best weights, the second resume below loads the best checkpoint (step 3), then
-    # again the checkpoint of step 6. It must not keep the learning rates that these checkpoints contain.
     train_alone(*flags, "--lr", "1e-30", "--epochs", "2", "--run-dir", str(tmp_path / "best"))
     (tmp_path / "best" / BEST_WEIGHTS).unlink()
     train_alone(*flags, "--epochs", "2", "--run-dir", str(tmp_path / "part"))
     train_alone(*flags, "--epochs", "4", "--resume", "--run-dir", str(tmp_path / "part"))
     assert list(rates(tmp_path / "part").items())[6:] == list(rates(tmp_path / "whole").items())[6:]
+    # To restore the deleted file of the best weights, this resume loads the best checkpoint (step 3), then again the
+    # checkpoint of step 6. It must not keep the learning rates that these checkpoints contain.
     train_alone(*flags, "--lr", "1e-30", "--epochs", "4", "--resume", "--run-dir", str(tmp_path / "best"))
     assert json.loads((tmp_path / "best" / "summary.json").read_text())["best"]["step"] == 3
     assert rates(tmp_path / "best")[7] * 1e30 == pytest.approx(0.5)
@@ -353,7 +353,7 @@ def linear():
     return torch.nn.Linear(3, 2)
 
 
-def test_steps_in_which_no_target_counts_advance_the_schedule(tmp_path):
+def test_steps_without_a_counted_target_advance_the_schedule(tmp_path):
     own = ["--model", f"{__name__}:linear", "--dataset", f"{__name__}:half_without_target", "--classes", "2"]
     flags = ["--workers", "0", "--global-batch-size", "1", "--epochs", "1", "--schedule", "polynomial", "--lr", "0.8"]
     train_alone(*own, *flags, "--log-every", "1", "--run-dir", str(tmp_path))
