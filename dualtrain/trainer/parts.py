@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from itertools import islice
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -34,12 +35,14 @@ def passes_of(batches: ShardBatches | Evaluation) -> Iterable[Tensors]:
 
 
 def checked_batch(batch: Any) -> Tensors:
-    """Return ``batch``. Raises TypeError if it is not a pair (inputs, targets).
+    """Return ``batch`` as a tuple. Raises TypeError if it is not a pair (inputs, targets), of any iterable type.
 
     A tensor of two rows could be unpacked too: in ``step((inputs, targets, weights))``, each tensor would be one batch.
     """
-    if isinstance(batch, Sequence) and len(batch) == 2:
-        return batch[0], batch[1]
+    if isinstance(batch, Iterable) and not isinstance(batch, torch.Tensor | Mapping):
+        parts = tuple(islice(batch, 3))
+        if len(parts) == 2:
+            return parts[0], parts[1]
     found = type(batch).__name__ + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
     raise TypeError(f"step() is given a {found} in place of a batch: a batch is a pair, (inputs, targets)")
 

@@ -64,10 +64,12 @@ def test_trainer_step_accepts_a_single_batch_instead_of_a_list():
         trainer = trainer_of(backend)
         for one in ((inputs, targets), [inputs[:2], targets[:2]]):
             assert trainer.step(one, len(one[1])).totals[1] == len(one[1])
+        for pair in (iter((inputs, targets)), map(torch.clone, (inputs, targets))):
+            assert trainer.step([pair], len(targets)).totals[1] == len(targets)
         with pytest.raises(TypeError, match="is given a tensor"):
             trainer.step(inputs, 4)
         # Two samples: each of these tensors could be unpacked into two rows.
-        for one in ((inputs[:2], targets[:2], targets[:2]), [inputs[:2]], [(inputs, targets, targets)]):
+        for one in ((inputs[:2], targets[:2], targets[:2]), [inputs[:2]], [(inputs, targets, targets)], [{"x": 1, "y": 2}]):
             with pytest.raises(TypeError, match=r"step\(\) is given a \w+( of 3)? in place of a batch"):
                 trainer.step(one, 4)
         with pytest.raises(TypeError, match="pair of tensors"):
