@@ -98,13 +98,16 @@ def _stacked(samples: list[Any]) -> Any:
     """Stack the samples into a batch. Raises ValueError or TypeError."""
     try:
         batch = default_collate(samples)
-    except RuntimeError as error:  # raised for tensors of different sizes or kinds
+    # Raised for tensors of different sizes or kinds, and, in a worker, for a tensor followed by another type.
+    except (RuntimeError, AttributeError) as error:
         raise ValueError(str(error).partition("\n")[0]) from error
     # default_collate gives all inputs one dtype. In a worker, this is the first input's dtype, and others may overflow.
+    # Python's numbers have no dtype, and are converted together with numpy's, without overflow.
     kinds = [str(getattr(next(iter(sample), None), "dtype", "")).removeprefix("torch.") for sample in samples]
-    entry = next((number for number, kind in enumerate(kinds) if kind != kinds[0]), 0)
-    if entry:
-        raise ValueError(f"the inputs have dtype {kinds[0]} at entry 0 and {kinds[entry]} at entry {entry}")
+    typed = [(entry, kind) for entry, kind in enumerate(kinds) if kind]
+    for entry, kind in typed:
+        if kind != typed[0][1]:
+            raise ValueError(f"the inputs have dtype {typed[0][1]} at entry {typed[0][0]} and {kind} at entry {entry}")
     return batch
 
 

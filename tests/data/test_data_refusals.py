@@ -165,6 +165,24 @@ def build_dtypes():
     return [(torch.ones(2, dtype=torch.uint8), 0), (torch.full((2,), 300), 0)], []
 
 
+def build_scalars():
+    return [(numpy.float64(1.5), 0), (2.5, 0)], []
+
+
+def test_numbers_of_python_and_numpy_fit_into_one_batch():
+    task = load_data("tests.data.test_data_refusals:build_scalars", classes=2, workers=0)
+    for order in ([0, 1], [1, 0]):
+        [(inputs, _)] = task.train.stream([Batch(torch.tensor(order))], torch.device("cpu"))
+        assert sorted(inputs.tolist()) == [1.5, 2.5]
+
+
+def test_samples_that_cannot_be_batched_in_a_worker_are_refused():
+    samples = [(torch.ones(1), torch.tensor(0)), (torch.ones(1), 0)]
+    task = wrap(samples, samples, classes=2, workers=1)
+    with pytest.raises(UserError, match="sample 0 of the dataset and others do not fit into one batch: 'int'"):
+        next(task.train.stream([Batch(torch.tensor([0, 1]))], torch.device("cpu")))
+
+
 def test_samples_that_cannot_be_batched_are_refused():
     mixed = load_data("tests.data.test_data_refusals:build_mixed", classes=2, workers=0)
     with pytest.raises(UserError, match="sample 0 of the dataset and others do not fit into one batch"):
