@@ -104,6 +104,8 @@ def own_step_of_one_rank(backend):
     """On rank 1 only, call ``step()`` of the wrapped optimizer, which is a second step with the same averages."""
     p, inner, optimizer = wrapped(backend, own)
     torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # from now on, ``SGD.step`` runs the hooks, too
+    if backend.rank == 1:
+        inner.step()  # not counted, since there is no gradient yet
     p.sum().backward()
     optimizer.step()
     if backend.rank == 1:
