@@ -556,7 +556,8 @@ class Trainer:
         """
         if not isinstance(state, dict):
             raise TypeError(f"state is of type {type(state).__name__}: give what state_dict() has returned")
-        missing = [name for name in ("model", "optimizer", "schedule", "scaler", "ema") if name not in state]
+        of_parts = "virtual_ranks" if "virtual_ranks" in state else "ranks"
+        missing = [name for name in ("model", "optimizer", "schedule", "scaler", "ema", of_parts) if name not in state]
         if missing:
             raise ValueError(f"the state has no {missing[0]!r}: give what state_dict() has returned")
         if (self.schedule is None) != (state["schedule"] is None):

@@ -477,6 +477,10 @@ def test_epochs_and_states_of_wrong_types_are_refused():
             trainer.load_state_dict(None)
         with pytest.raises(ValueError, match="the state has no 'optimizer': give what state_dict"):
             trainer.load_state_dict({"model": model.state_dict()})
+        state = trainer.state_dict()
+        del state["ranks"]
+        with pytest.raises(ValueError, match="the state has no 'ranks': give what state_dict"):
+            trainer.load_state_dict(state)
 
 
 @pytest.mark.parametrize("compress", ["none", "bf16"])
