@@ -1,8 +1,8 @@
 """Refuse restarts that would end like the previous attempt: launchers would otherwise repeat the same failure.
 
 The file ``do-not-restart.json`` forbids restarts of a run with the same settings: they fail at once, with the reason that
-this file contains. The run writes the file if its loss diverged, or if an error that the user must fix ended the training. The next start
-writes it if the run died too often in a row after the same step with the same settings.
+this file contains. The run writes the file if its loss diverged, or if an error that the user must fix ended the training.
+The next start writes it if the run died too often in a row after the same step with the same settings.
 """
 
 from __future__ import annotations

@@ -39,6 +39,8 @@ def checked_batch(batch: Any) -> Tensors:
 
     A tensor of two rows could be unpacked too: in ``step((inputs, targets, weights))``, each tensor would be one batch.
     """
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
     if isinstance(batch, Iterable) and not isinstance(batch, torch.Tensor | Mapping):
         parts = tuple(islice(batch, 3))
         if len(parts) == 2:

@@ -69,7 +69,7 @@ def smallest_pass(size: int, parts: int, accumulate: int) -> int:
 
 @torch.no_grad()
 def _error_of_one_sample(model: nn.Module, task: Task) -> Exception | None:
-    """Return the error that a copy of ``model`` raises for one sample, but not for two samples; ``None`` if there is none."""
+    """Return the error that a copy of ``model`` raises for one sample, but not for two; ``None`` if there is none."""
     device = next(model.parameters()).device
     before = random_state(device)
     try:
