@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
 from typing import Any
 
 from dualtrain.console import open_closed_streams
@@ -41,8 +42,9 @@ def main(descriptor: int, parent: int) -> None:
     link.send(b"")  # shows the parent process that this rank has started
     outcome = outcome_of(lambda: _call(data))
     link.send(dumps(outcome))
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(AttributeError, ValueError):  # the function has replaced the stream by None, or closed it
+            stream.flush()
     if outcome.result is None:
         release()
         os._exit(1)  # no sys.exit: exit handlers would wait for ranks that may have exited

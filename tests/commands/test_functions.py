@@ -205,6 +205,15 @@ def test_a_rank_that_exits_with_an_error_after_its_result_is_a_failure():
         run(late)
 
 
+def test_a_function_may_close_or_remove_its_standard_streams():
+    def close():
+        sys.stdout.close()
+        sys.stderr = None
+        return "result"
+
+    assert run(close) == ["result"]
+
+
 def test_a_rank_that_does_not_exit_after_its_result_is_ended(monkeypatch, caplog):
     monkeypatch.setattr(children, "EXIT_SECONDS", 0.2)
 
