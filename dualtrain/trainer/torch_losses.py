@@ -33,7 +33,8 @@ class TorchCrossEntropy:
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
         """See :class:`Objective`. A target has weight 1, or the weight of its class; the accuracy uses these weights too.
 
-        Ignored targets have weight 0. A batch with only ignored targets has loss 0 and weight 0.
+        Ignored targets have weight 0. A batch with only targets of weight 0 has loss 0 and weight 0, even if label
+        smoothing gives it a loss.
 
         If the targets are class probabilities, or if the outputs have no batch dimension, each target has weight 1, and
         correct predictions are not counted. For outputs of more than two dimensions, correct predictions are counted only
