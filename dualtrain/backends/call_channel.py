@@ -69,7 +69,7 @@ class CallChannel:
         *,
         exact: bool = False,
     ) -> None:
-        """Gather every rank's frame ``message`` on rank 0, then copy rank 0's answer to all other ranks. Blocks.
+        """Gather every other rank's frame ``message`` on rank 0, then copy rank 0's answer to all other ranks. Blocks.
 
         Fails if a connection ends, a frame is longer than its buffer, or an earlier exchange failed or was interrupted.
 
@@ -84,8 +84,8 @@ class CallChannel:
         self._unfinished.append(self._steps(message, rows, reply, answer, exact))
         self._await(self._finish())
 
-    def gather(self, data: bytes) -> list[bytes]:
-        """Gather every rank's ``data`` (of equal length) in rank order. Blocks. Fails as :meth:`exchange` does."""
+    def allgather(self, data: bytes) -> list[bytes]:
+        """Return, on every rank, all ranks' ``data`` (of equal length) in rank order. Blocks. Fails as :meth:`exchange`."""
         length = len(data)
         rows = [memoryview(bytearray(HEADER + length)) for _ in self._sockets]
         reply = memoryview(bytearray(HEADER + length * self._size))

@@ -329,7 +329,7 @@ class TorchBackend(Backend):
         return _Operations(self, self._group_of).start_alltoall(output, tensor, received, sent, name)
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        return [array("q", data).tolist() for data in self._channel.gather(array("q", numbers).tobytes())]
+        return [array("q", data).tolist() for data in self._channel.allgather(array("q", numbers).tobytes())]
 
     def exchange_call(self, numbers: Sequence[int], data: Short | None) -> list[list[int]]:
         # An exchange that has timed out still uses its buffers: reuse only the buffers of an exchange that has ended.

@@ -16,11 +16,11 @@ _USED = 0.97  # planned fraction of a round's time; the rest is a margin, becaus
 
 
 class Pace:
-    """Chooses ``step_fraction``, the fraction of each workload's steps (``plan.LENGTHS``) that a round runs.
+    """Chooses ``step_fraction``, the fraction of each workload's timed steps (``plan.LENGTHS``) that a round runs.
 
-    The first of several rounds runs the smallest fraction, and measures the contenders' fixed time (their start) and the
-    time of their steps. Later rounds run the largest fraction for which there is time at the speed of the previous round,
-    and the smallest fraction if there is time for none.
+    The first of several rounds runs the smallest fraction. It measures the time of the contenders' timed steps, and their
+    fixed time: the start, the discarded steps, and the jobs without steps. Later rounds run the largest fraction for which
+    there is time at the speed of the previous round, and the smallest fraction if there is time for none.
 
     Args:
         rounds: number of rounds, if time permits.

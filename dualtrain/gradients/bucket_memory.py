@@ -113,8 +113,11 @@ class BucketMemory:
             self._leave()
         self._may_write = True
 
-    def leave_layout(self) -> None:
-        """If the program keeps views of gradients, leave the memory to the views. Call it before the bucket sends zeros."""
+    def leave_views_before_zeros(self) -> None:
+        """Do the same as :meth:`leave_views` at any time of a round, even if a gradient lies in another one's place.
+
+        Call this before the bucket sends zeros, because the layout is replaced.
+        """
         if self._left is not None or self.exposed.have_views():
             self._leave()
 

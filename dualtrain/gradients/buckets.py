@@ -100,7 +100,7 @@ class Bucket:
     def clear(self) -> None:
         """Move gradients out of the buckets, so that the program keeps their values; then set buffer and shards to 0."""
         # Before the copies: if the program keeps views, the gradients stay in the memory that they share with the views.
-        self.memory.leave_layout()
+        self.memory.leave_views_before_zeros()
         for slot in self.memory.slots_inside():
             assert slot.param.grad is not None
             slot.param.grad.data = slot.param.grad.detach().clone()

@@ -29,7 +29,8 @@ class RayExecutor:
         elastic: ``min_workers``, ``max_workers``, ``reset_limit`` and similar arguments, which must be ``None``.
 
     Raises:
-        UserError: an argument of ``elastic`` is not ``None``, or other arguments are not valid (``placement``).
+        UserError: an argument of ``elastic`` is not ``None``, or other arguments are not valid: see
+            :func:`dualtrain.ray.settings.placement`.
     """
 
     def __init__(

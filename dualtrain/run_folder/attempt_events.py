@@ -138,8 +138,9 @@ def lines(events: Sequence[Event]) -> bytes:
 
 
 def new_death(folder: Path, events: Sequence[Event]) -> Death | None:
-    """Return the death of the newest attempt. If no failure is recorded, its cause is ``UNKNOWN``, or it still runs.
+    """Return the death of the newest attempt.
 
+    If no failure is recorded, the cause is ``UNKNOWN``. The attempt may then still be running: this is not checked.
     Return ``None`` if there was no attempt, if the run has ended, or if ``events`` include this death already.
     """
     start = next((event for event in reversed(events) if event["event"] == "start"), None)

@@ -71,7 +71,7 @@ def test_a_message_that_is_longer_than_the_sockets_buffers_waits_for_a_late_rank
 
     def late():
         time.sleep(1.5)
-        return root.gather(data)
+        return root.allgather(data)
 
     assert on_all_ranks([late, partial(other.gather, data)]) == [[data, data]] * 2
 
@@ -84,11 +84,11 @@ def test_after_an_interrupted_exchange_no_rank_gets_the_answer_to_an_earlier_mes
     with monkeypatch.context() as patch:
         patch.setattr(other, "_sockets", [interrupted])
         with pytest.raises(KeyboardInterrupt):
-            other.gather(b"2")
+            other.allgather(b"2")
     with pytest.raises(ConnectionAbortedError, match="an earlier comparison of calls has failed or was interrupted"):
-        other.gather(b"3")
+        other.allgather(b"3")
     with pytest.raises(ConnectionError):
-        [root.gather(b"1") for _ in range(2)]
+        [root.allgather(b"1") for _ in range(2)]
 
 
 def test_the_next_exchange_completes_an_exchange_that_timed_out(channels, monkeypatch):
@@ -103,10 +103,10 @@ def test_the_next_exchange_completes_an_exchange_that_timed_out(channels, monkey
         with monkeypatch.context() as patch:
             patch.setattr(end, "_await", timed_out)
             with pytest.raises(TimeoutError):
-                end.gather(b"1")
+                end.allgather(b"1")
     messages = [b"a", b"b", b"c"]
     with ThreadPoolExecutor() as pool:
-        late = pool.submit(lambda: [last.gather(b"1"), last.gather(messages[2])])
+        late = pool.submit(lambda: [last.allgather(b"1"), last.allgather(messages[2])])
         assert gathered([root, other], messages[:2]) == [messages] * 2
         assert late.result(timeout=60) == [[b"1"] * 3, messages]
 
@@ -116,9 +116,9 @@ def test_messages_of_different_lengths_are_an_error(channels):
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(other.gather, bytes(8))
         with pytest.raises(ValueError, match="different lengths"):
-            root.gather(bytes(16))
+            root.allgather(bytes(16))
         with pytest.raises(ConnectionAbortedError):
-            root.gather(bytes(16))
+            root.allgather(bytes(16))
         with pytest.raises(ConnectionError):
             waiting.result(timeout=60)
 
@@ -140,7 +140,7 @@ def test_calls_after_a_failed_exchange_keep_no_buffers(channels):
     root.close()
     for error in (ConnectionError, *[ConnectionAbortedError] * 3):
         with pytest.raises(error):
-            other.gather(bytes(8))
+            other.allgather(bytes(8))
     assert len(other._unfinished) == 1
 
 

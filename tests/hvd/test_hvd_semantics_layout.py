@@ -28,8 +28,8 @@ class Program:
 def in_the_next_world(backend, op, before):
     """Keep an optimizer over ``shutdown`` and ``init``. Unfreeze a parameter before or after ``init``.
 
-    If ``before`` is empty, unfreeze it after ``init``. The third value of ``before`` makes rank 0 alone add the parameter
-    to the layout before ``shutdown``.
+    If ``before`` is empty, unfreeze it after ``init``. If ``before`` ends with "already added
+    on rank 0", rank 0 alone adds the parameter to the layout before ``shutdown``.
     """
     with library(backend) as hvd:
         program = Program(hvd, op)

@@ -40,7 +40,7 @@ def is_made_by_rank(source: Source, data: ast.expr, depth: int = 0) -> bool:
 def _definitions(source: Source, data: ast.expr) -> list[ast.expr]:
     """Return the values that the script assigns to the names in ``data``, also as elements of tuples.
 
-    Leave out parsed command lines: they are equal on all ranks, whatever the help texts of the options say.
+    Leave out parsed command lines, which are equal on all ranks: the help text of an option may contain the word rank.
     """
     names = names_in(data)
     found = [value for target, value, _ in source.assignments if names & set(re.split(r",\s*|[()]", target))]

@@ -225,7 +225,7 @@ class Collectives:
         return next((name for name in (*here, *there) if (name in here) is not (name in there)), "")
 
     def _ends_program(self, node: ast.AST) -> bool:
-        """Return whether ``node`` calls a function of the script that always ends with ``raise`` or an exit."""
+        """Return whether ``node`` calls a function of the script whose last statement is ``raise`` or an exit."""
         function = called_function(self.source, node) if isinstance(node, ast.Call) else None
         last = function.body[-1] if function is not None else node
         return last is not node and (isinstance(last, ast.Raise) or (isinstance(last, ast.Expr) and may_leave(last.value)))

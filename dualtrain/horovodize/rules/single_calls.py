@@ -15,7 +15,7 @@ _OWN_MODULES = {"exceptions", "util"}
 
 
 def unknown_name(source: Source) -> Iterator[Finding]:
-    """A name that horovod.torch 0.28.1 does not have."""
+    """A name that is not public in horovod.torch 0.28.1, and that dualtrain lacks."""
     for node in source.nodes:
         if isinstance(source.parents.get(node), ast.Attribute):
             continue  # ``node`` is a part of a longer name
@@ -189,7 +189,7 @@ def half_precision(source: Source) -> Iterator[Finding]:
 
 
 def is_switched_off(source: Source, node: ast.AST) -> bool:
-    """Return whether ``node`` is certainly not evaluated, because a variable that guards it is always false.
+    """Return whether ``node`` is in ``node if v else …`` or ``v and node``, and the variable ``v`` is always false.
 
     A variable is regarded as always false if only false constants are assigned to it, and no assignment is directly in an
     ``if`` (other than ``if __name__ …``).
