@@ -75,8 +75,8 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
 
     Returns:
         0 if all ranks end with 0. Else the status of the first rank that failed, or 128 + N if signal N killed that rank.
-        If several ranks fail at about the same time, the status of a killed rank is preferred to all others, and any other
-        status to 1. A key of ``TRANSIENT`` is replaced by its value.
+        If several ranks fail at about the same time, the status of a killed rank comes first, and status 1 last. A key of
+        ``TRANSIENT`` is replaced by its value.
         If this process received a stop signal before a rank failed, or while it waited before a restart: 128 plus the
         signal's number, for example 143.
 
@@ -266,7 +266,7 @@ class _Job:
             print_error(f"rank {failed[code]} of {len(self._processes)} was ended by {by}; the job stops")
 
     def _note_stop(self, failed: Mapping[int, int], number: int) -> None:
-        """Note the exit statuses of ranks after the signal ``number``, which asked all ranks to stop."""
+        """Set the job's status after the stop signal ``number``. If a rank has failed otherwise, set a deadline."""
         self._status = 128 + number if self._status is None else self._status
         # Don't limit the time that the ranks need to save. But if a rank has failed, the others cannot save, and a rank
         # that still runs after the grace period is stopped (SIGSTOP) or hangs.

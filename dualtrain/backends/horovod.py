@@ -271,8 +271,8 @@ class HorovodBackend(Backend):
             # The ranks compare calls before they start them, so no mismatch caused the earlier failure: Horovod's world
             # itself has failed, and will not recover.
             raise self.failure(what, self.failed) from self.failed
-        # When a rank has failed, Horovod's thread ends. In 0.28.1, it then holds a lock and waits for the GIL, while a new
-        # operation holds the GIL and waits for this lock.
+        # Start no operation after a rank has failed: while Horovod's thread ends, it holds a lock and waits for the GIL
+        # (0.28.1), and the operation would hold the GIL and wait for this lock.
         self.check_peers(what)
         if not inputs[0].is_cpu:
             refuse_other_devices(inputs[0])

@@ -172,8 +172,8 @@ class Bucket:
     def assigned_late(self) -> Slot | None:
         """Return a slot for which the ranks averaged only zeros, if the program has since assigned nonzero values.
 
-        The gradient must have been missing on this rank. If the average is not zero, the slot is not returned: the program
-        may have replaced the average, as out-of-place clipping does.
+        Only gradients that were missing on this rank count. If the average is not zero, the slot is not returned: the
+        program may have replaced the average, as out-of-place clipping does.
         """
         for slot in self._missing:
             grad = slot.param.grad

@@ -43,10 +43,10 @@ class Scaling:
 
 
 def _averages_first(backend: Backend, transfer: Transfer) -> bool:
-    """Return whether gradients are multiplied by 1/size before the sum.
+    """Return whether gradients may be multiplied by 1/size before the sum.
 
-    The size must be a power of two, because the multiplication is then exact. A backend that scales while it adds gains
-    nothing.
+    The size must be a power of two, because the multiplication is then exact. There is no gain if the backend scales while
+    it adds.
     """
     size = backend.size
     is_average = transfer.average_first and transfer.factor_after(size) == 1 / size

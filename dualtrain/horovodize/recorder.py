@@ -283,8 +283,8 @@ class Recorder:
     def _meet(self) -> None:
         """Wait until all ranks have reached this point: if this rank exits earlier, the last step of others may fail.
 
-        Wait for at most ``END_SECONDS``; if another rank has ended, don't wait. A rank that waits in join() adds zero to
-        the sum. It waits until this rank joins too, and then calls ``_is_end_of_any_rank``.
+        Wait for at most ``END_SECONDS``; if another rank has ended, don't wait. If the sum is below the size, a rank waits
+        in join(), and has added zero. Then join too, so that the waiting rank goes on to ``_is_end_of_any_rank``.
         """
         import torch
 

@@ -183,9 +183,9 @@ class Reducers:
         return [one for one in registry.alive() if not one.channel_name and one.base_name == base and not one.closed]
 
     def skip(self, channel_name: str, position: list[int], added: list[str]) -> bool:
-        """Count an exchange for which the engine has sent zeros, because this rank has joined.
+        """Count a grouped call of the other ranks, for which the engine has sent zeros, because this rank has joined.
 
-        Return False if it is unknown which of this rank's reducers the exchange belongs to. For ``position``, see
+        Return False if it is unknown which of this rank's reducers the call belongs to. For ``position``, see
         :meth:`find`. ``added`` is the new value for this channel in :attr:`added`.
         """
         reducer = self.find(self.callers, channel_name, position)

@@ -1356,7 +1356,7 @@ CASES = [
     ),
     *(
         (
-            "clip_before_synchronize",  # no finding for a model that only this rank has
+            "clip_before_synchronize",  # no finding for a model that no wrapped optimizer trains
             f"{BOTH}for p in model.parameters():\n    {line}  # HERE\noptimizer.step()",
             f"{BOTH}for p in mine.parameters():\n    {line}\noptimizer.step()",
         )

@@ -23,8 +23,9 @@ log = logging.getLogger(__name__)
 
 
 class DelegatingBackend(Backend):
-    """Backend that uses another backend, ``inner``, for all primitives except those that a subclass implements.
+    """Backend that uses another backend, ``inner``, for most primitives.
 
+    A subclass must implement ``start_allreduce`` and ``exchange``, and may override other primitives.
     ``close`` closes ``inner`` too.
     """
 
