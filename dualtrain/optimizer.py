@@ -294,12 +294,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return not reducer.closed and reducer.has_local and any(has_values(slot.param.grad) for slot in reducer.slots)
 
     def count_own_step(self) -> None:
-        """Count a step that the wrapped optimizer has taken itself: the ranks compare how many steps they have taken.
-
-        A step without any gradient changes nothing, and is not counted.
-        """
-        if any(p.grad is not None for group in self.param_groups for p in group["params"]):
-            self.reducer.count_step()
+        """Count a step that the wrapped optimizer has taken itself: the ranks compare how many steps they have taken."""
+        self.reducer.count_step()
 
     def average_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
         """Average ``values`` over the ranks, with a fixed ``sum_order`` by a tree over the ranks. Collective; blocks."""

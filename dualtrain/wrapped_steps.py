@@ -47,10 +47,11 @@ def check_own_steps(optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
         if living is None or living.may_step:
             running.clear()  # an earlier step may have failed
             return None
-        if not any(map(callable, (*args[1:], *options.values()))):  # a closure makes new gradients
+        has_closure = any(map(callable, (*args[1:], *options.values())))
+        if not has_closure:  # a closure makes new gradients
             _refuse_local_gradients(optimizer_class, living)
         checked = [_checked(each, optimizer_class, living) for each in args[1:]]
-        running.append(None)
+        running.append(has_closure or _has_gradients(args[0]))
         return (args[0], *checked), {name: _checked(each, optimizer_class, living) for name, each in options.items()}
 
     def remove_hooks(_: Any) -> None:
@@ -59,15 +60,20 @@ def check_own_steps(optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
 
     def post_hook(*_: Any) -> None:
         if running:
-            running.pop()
-            living = ref()
-            if not running and living is not None:
+            counts, living = running.pop(), ref()
+            if counts and not running and living is not None:
                 living.count_own_step()
 
     optimizer_class = type(optimizer)
-    running: list[None] = []  # one element for each running step: a step that calls super().step() may run the hooks twice
+    #: For each running step, whether it counts. A step that calls super().step() may run the hooks twice.
+    running: list[bool] = []
     handles = optimizer.register_step_pre_hook(pre_hook), optimizer.register_step_post_hook(post_hook)
     ref = weakref.ref(wrapper, remove_hooks)
+
+
+def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a parameter has a gradient. A step of torch's optimizers without any gradient changes nothing."""
+    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
 
 
 def _refuse_local_gradients(optimizer_class: type, wrapper: Wrapper) -> None:

@@ -120,6 +120,30 @@ def test_a_step_of_the_wrapped_optimizer_on_one_rank_causes_an_error_on_all_rank
     run_threads(3, own_step_of_one_rank)
 
 
+class Zeroes(torch.optim.SGD):
+    """An optimizer whose step drops the gradients at its end."""
+
+    def step(self, closure=None):
+        result = super().step(closure)
+        self.zero_grad()
+        return result
+
+
+def own_step_that_drops_gradients(backend):
+    p, inner, optimizer = wrapped(backend, lambda p: Zeroes([p], lr=1.0))
+    p.sum().backward()
+    if backend.rank == 1:
+        inner.step()
+    optimizer.zero_grad()
+    with pytest.raises(BackendError, match=r"rank 0 has taken 0 .* rank 1 has taken 1: their weights differ"):
+        p.sum().backward()
+    optimizer.close()
+
+
+def test_a_step_that_drops_the_gradients_is_counted():
+    run_threads(2, own_step_that_drops_gradients)
+
+
 def failed_own_step(backend):
     """Go on after a step of the wrapped optimizer that has failed on rank 0 only."""
     p, inner, optimizer = wrapped(backend, own)
