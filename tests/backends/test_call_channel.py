@@ -49,7 +49,7 @@ def wait_for_all(steps):
 
 def gathered(ends, messages):
     """Return what each rank receives when the ranks send these messages."""
-    return on_all_ranks([partial(end.gather, message) for end, message in zip(ends, messages, strict=True)])
+    return on_all_ranks([partial(end.allgather, message) for end, message in zip(ends, messages, strict=True)])
 
 
 def on_all_ranks(calls):
@@ -73,7 +73,7 @@ def test_a_message_that_is_longer_than_the_sockets_buffers_waits_for_a_late_rank
         time.sleep(1.5)
         return root.allgather(data)
 
-    assert on_all_ranks([late, partial(other.gather, data)]) == [[data, data]] * 2
+    assert on_all_ranks([late, partial(other.allgather, data)]) == [[data, data]] * 2
 
 
 def test_after_an_interrupted_exchange_no_rank_gets_the_answer_to_an_earlier_message(channels, monkeypatch):
@@ -114,7 +114,7 @@ def test_the_next_exchange_completes_an_exchange_that_timed_out(channels, monkey
 def test_messages_of_different_lengths_are_an_error(channels):
     root, other = channels(2)
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(other.gather, bytes(8))
+        waiting = pool.submit(other.allgather, bytes(8))
         with pytest.raises(ValueError, match="different lengths"):
             root.allgather(bytes(16))
         with pytest.raises(ConnectionAbortedError):
@@ -132,7 +132,7 @@ def test_a_reply_to_another_kind_of_exchange_is_an_error(channels):
         root.exchange(reply, [memoryview(bytearray(HEADER + 100))], reply, lambda: reply)
 
     with pytest.raises(ValueError, match="another kind of exchange"):
-        on_all_ranks([exchange, partial(other.gather, bytes(32))])
+        on_all_ranks([exchange, partial(other.allgather, bytes(32))])
 
 
 def test_calls_after_a_failed_exchange_keep_no_buffers(channels):
