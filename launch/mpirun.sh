@@ -3,7 +3,7 @@
 #
 #   bash launch/mpirun.sh [flags of dualtrain train]
 #
-# NPROC  ranks on each host (default: 2)
+# NPROC  ranks on each host for which HOSTS gives no slots (default: 2)
 # HOSTS  host,host:slots,… where slots is the number of ranks on that host (default: this host only)
 # IFACE  network interface of the ranks (default: the libraries choose)
 set -euo pipefail

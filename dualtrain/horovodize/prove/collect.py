@@ -22,8 +22,8 @@ def collect(job: Job, rounds: int, recorded: RunRecord | None) -> Evidence:
     - A run on Horovod.
     - A run with dualtrain that reproduces Horovod's defects. If the script meets none of them, this run also counts as the
       run without defects.
-    - If the script meets some, a run with dualtrain without defects, which is shorter if that is enough. If the run with
-      defects fails, a full run without them.
+    - If the script meets some, a run with dualtrain without defects, which is shorter if that is enough. If a shorter run
+      finds no difference, a full one follows. If the run with defects fails, a full run without them.
     - If both sides agree, the other rounds. They only measure the speed; the side that runs first alternates.
     - If the weights differ, but optimizers, steps and exit status do not, a second run on Horovod, and one with dualtrain
       if ``rounds`` is above 1 and steps are left, or if Horovod's run was recorded. They show whether runs of the same side
