@@ -36,17 +36,12 @@ def synchronize_before(source: Source, events: list[Event], number: int) -> list
     edits: list[Edit] = []
     guards = Guards.of(source)
     for step in firsts.values():
-        if (
-            not can_synchronize(source, step)
-            or step.owner is None
-            or _has_closure(step)
-            or has(later, "synchronize", step.optimizer)
-        ):
+        owner = _repairable_owner(source, step)
+        if not owner or has(later, "synchronize", step.optimizer):
             return []
         if not guards.runs_whenever(step.node, event.node):
             return []  # in a pass without a step, synchronize() would be too early: later passes add to the gradients
         place = _statement_in_common_block(source, event.node, step.node)
-        owner = ast.unparse(step.owner)
         skipped = any(ast.unparse(item) == f"{owner}.skip_synchronize()" for item in source.with_items(step.node))
         if skipped and may_synchronize_elsewhere(source, step):
             return []
@@ -63,11 +58,9 @@ def skip_around(source: Source, step: Event) -> list[Edit]:
 
     Return no edits if the step has a closure or is part of a longer statement, or if the optimizer is perhaps not wrapped.
     """
-    if step.owner is None or _has_closure(step) or not can_synchronize(source, step):
-        return []
-    statement = source.statement(step.node)
+    owner, statement = _repairable_owner(source, step), source.statement(step.node)
     simple = isinstance(statement, ast.Expr | ast.Assign)
-    return source.layout.wrap(statement, f"with {ast.unparse(step.owner)}.skip_synchronize():") if simple else []
+    return source.layout.wrap(statement, f"with {owner}.skip_synchronize():") if owner and simple else []
 
 
 def synchronize_outside(source: Source, step: Event) -> list[Edit]:
@@ -78,9 +71,8 @@ def synchronize_outside(source: Source, step: Event) -> list[Edit]:
     block = source.parents[source.statement(step.node)]
     if not isinstance(block, ast.With) or len(block.body) > 1 or "skip_synchronize" not in ast.unparse(block.items[0]):
         return []
-    if step.owner is None or _has_closure(step) or not can_synchronize(source, step):
-        return []
-    return source.layout.insert_before(block, f"{ast.unparse(step.owner)}.synchronize()")
+    owner = _repairable_owner(source, step)
+    return source.layout.insert_before(block, f"{owner}.synchronize()") if owner else []
 
 
 def may_synchronize_elsewhere(source: Source, step: Event) -> bool:
@@ -99,11 +91,13 @@ def may_synchronize_elsewhere(source: Source, step: Event) -> bool:
     return any(ast.unparse(value) == owner for value in given)
 
 
-def _has_closure(step: Event) -> bool:
-    return step.kind == "step" and bool(step.node.args or step.node.keywords)
+def _repairable_owner(source: Source, step: Event) -> str:
+    """Return the expression for the optimizer of ``step``; "" if it may be unwrapped, or if the step has a closure."""
+    has_closure = step.kind == "step" and (step.node.args or step.node.keywords)
+    return "" if step.owner is None or has_closure or not _can_synchronize(source, step) else ast.unparse(step.owner)
 
 
-def can_synchronize(source: Source, step: Event) -> bool:
+def _can_synchronize(source: Source, step: Event) -> bool:
     """Return whether the optimizer of ``step`` is certainly a wrapped one, and the script does not use Adasum."""
     wraps = [wrap for name, wrap in source.wraps if name == step.optimizer]
     if not wraps or any(source.hvd(node) == "Adasum" for node in source.nodes):
