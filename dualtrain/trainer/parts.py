@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from itertools import islice
 from typing import Any, Literal, Protocol, cast
 
 import torch
@@ -32,21 +31,6 @@ def passes_of(batches: ShardBatches | Evaluation) -> Iterable[Tensors]:
     if isinstance(batches, tuple | list) and len(batches) == 2 and isinstance(batches[0], torch.Tensor):
         return ((batches[0], batches[1]),)  # a loader's batch is a list
     return cast("Iterable[Tensors]", batches)
-
-
-def checked_batch(batch: Any) -> Tensors:
-    """Return ``batch`` as a tuple. Raises TypeError if it is not a pair (inputs, targets), of any iterable type.
-
-    A tensor of two rows could be unpacked too: in ``step((inputs, targets, weights))``, each tensor would be one batch.
-    """
-    if isinstance(batch, tuple | list) and len(batch) == 2:
-        return batch[0], batch[1]
-    if isinstance(batch, Iterable) and not isinstance(batch, torch.Tensor | Mapping):
-        parts = tuple(islice(batch, 3))
-        if len(parts) == 2:
-            return parts[0], parts[1]
-    found = type(batch).__name__ + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
-    raise TypeError(f"step() is given a {found} in place of a batch: a batch is a pair, (inputs, targets)")
 
 
 class Parts(Protocol):
@@ -113,8 +97,7 @@ class RankParts:
         number, mine = 0, passes_of(cast("ShardBatches", batches))
         count = known_length(mine)
         for number, batch in enumerate(mine, 1):
-            inputs, targets = checked_batch(batch)
-            passes.compute(inputs, targets, expected, passes.load, send=number == count)
+            passes.compute(batch, expected, passes.load, send=number == count)
             self._trained = True
         if not number:
             passes.load()  # a rank without samples

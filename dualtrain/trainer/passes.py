@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import islice
+from typing import Any
 
 import torch
 
@@ -18,6 +20,21 @@ from dualtrain.trainer.step import Step, StepScalars
 
 Tensors = tuple[torch.Tensor, torch.Tensor]
 Measure = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, Sums]]
+
+
+def _checked_pair(batch: Any) -> Tensors:
+    """Return ``batch`` as a tuple. Raises TypeError if it is not a pair (inputs, targets), of any iterable type.
+
+    A tensor of two rows could be unpacked too: in ``step((inputs, targets, weights))``, each tensor would be one batch.
+    """
+    if isinstance(batch, tuple | list) and len(batch) == 2:
+        return batch[0], batch[1]
+    if isinstance(batch, Iterable) and not isinstance(batch, torch.Tensor | Mapping):
+        parts = tuple(islice(batch, 3))
+        if len(parts) == 2:
+            return parts[0], parts[1]
+    found = type(batch).__name__ + (f" of {len(batch)}" if isinstance(batch, tuple | list) else "")
+    raise TypeError(f"step() is given a {found} in place of a batch: a batch is a pair, (inputs, targets)")
 
 
 class Passes:
@@ -64,27 +81,20 @@ class Passes:
         self._compared = self._compared and not is_first  # a step that failed has not reset it
         self._scalars.reset(control_flags)
 
-    def compute(
-        self,
-        inputs: torch.Tensor,
-        targets: torch.Tensor,
-        expected: float,
-        load: Callable[[], None],
-        *,
-        send: bool,
-    ) -> None:
+    def compute(self, batch: Tensors, expected: float, load: Callable[[], None], *, send: bool) -> None:
         """Compute one batch, forward and backward. With ``count``, the call may be collective: see :meth:`_in_samples`.
 
         Args:
-            inputs: inputs of the model.
-            targets: targets of the loss.
+            batch: a pair of the model's inputs and the loss's targets, of any iterable type.
             expected: an estimate of the total weight of all batches of the step, over all ranks.
             load: called between forward and backward.
             send: true if this is known to be this rank's last batch: its backward then sends the gradients.
 
         Raises:
+            TypeError: ``batch`` is not a pair.
             UserError: the loss has no gradient.
         """
+        inputs, targets = _checked_pair(batch)
         forward, backward = self._precision.contexts()
         with nullcontext() if send else self._accumulating():
             with forward:

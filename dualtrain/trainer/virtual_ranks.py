@@ -32,7 +32,7 @@ from dualtrain.trainer.common_buffers import CommonBuffers
 from dualtrain.trainer.fixed_state import FixedState
 from dualtrain.trainer.machine import warn_once
 from dualtrain.trainer.objective import NAMES
-from dualtrain.trainer.parts import Batches, Evaluation, ShardBatches, checked_batch, passes_of
+from dualtrain.trainer.parts import Batches, Evaluation, ShardBatches, passes_of
 from dualtrain.trainer.passes import Passes, Tensors
 from dualtrain.trainer.rank_state import random_state, restore_random_state
 from dualtrain.trainer.step import CONTROL_FLAGS, Step, known_length
@@ -120,11 +120,8 @@ class VirtualRanks:
         number, mine = 0, _passes_of(batches)
         count = known_length(mine)
         for number, batch in enumerate(mine, 1):
-            inputs, targets = checked_batch(batch)
             # ``load`` reads the buffers before backward, because backward may run forward again (activation checkpointing).
-            passes.compute(
-                inputs, targets, expected, partial(self._load, passes, shard, number), send=send and number == count
-            )
+            passes.compute(batch, expected, partial(self._load, passes, shard, number), send=send and number == count)
         if not number:
             self._load(passes, shard, number)
 
