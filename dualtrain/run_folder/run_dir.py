@@ -200,7 +200,11 @@ def write_weights(path: Path, weights: dict[str, torch.Tensor], step: int, lock:
 
 def step_of(path: Path) -> int | None:
     """Read the step from a file of :func:`write_weights`; ``None`` if the file is missing or damaged, or has no step."""
-    step = _record(path).get("step")
+    return _step_in(_record(path))
+
+
+def _step_in(record: dict[str, Any]) -> int | None:
+    step = record.get("step")
     return step if type(step) is int else None
 
 
@@ -220,7 +224,8 @@ def has_weights(path: Path, step: int, sha256: str | None = None) -> bool:
 
     Raises MemoryError or RuntimeError if memory is too small.
     """
-    if step_of(path) != step or sha256 not in (None, _record(path).get("weights_sha256", sha256)):
+    record = _record(path)
+    if _step_in(record) != step or sha256 not in (None, record.get("weights_sha256", sha256)):
         return False
     try:
         read_safetensors(path)
