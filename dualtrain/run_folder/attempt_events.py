@@ -143,7 +143,7 @@ def new_death(folder: Path, events: Sequence[Event]) -> Death | None:
     If no failure is recorded, the cause is ``UNKNOWN``. The attempt may then still be running: this is not checked.
     Return ``None`` if there was no attempt, if the run has ended, or if ``events`` include this death already.
     """
-    start = next((event for event in reversed(events) if event["event"] == "start"), None)
+    start = _newest_start(events)
     if start is None:
         return None
     name = start["attempt"]
@@ -167,9 +167,13 @@ def new_death(folder: Path, events: Sequence[Event]) -> Death | None:
 
 def last_death(folder: Path, events: Sequence[Event]) -> Death | None:
     """Return the death of the newest attempt, whether ``events`` include it or not; ``None`` if there is none."""
-    starts = [event["attempt"] for event in events if event["event"] == "start"]
-    recorded = (death for death in deaths_of(events) if starts[-1:] == [death.attempt])
+    start = _newest_start(events)
+    recorded = (death for death in deaths_of(events) if start is not None and death.attempt == start["attempt"])
     return new_death(folder, events) or next(recorded, None)
+
+
+def _newest_start(events: Sequence[Event]) -> Event | None:
+    return next((event for event in reversed(events) if event["event"] == "start"), None)
 
 
 def as_event(death: Death) -> Event:
