@@ -247,7 +247,7 @@ def _run(given: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory(prefix="work-", dir=folder, ignore_cleanup_errors=True) as work:
             spec = LaunchSpec(given.nproc, given.device, Path(work), prefix)
             results = _measure(given, jobs, names, spec)
-        if results.interrupted is not None and not any(map(results.count, results.samples)):
+        if results.interrupted is not None and results.is_empty:
             raise results.interrupted
         return _conclude(folder, results, _machine(spec, results, began), targets=given.targets)
 
@@ -297,7 +297,7 @@ def _conclude(folder: Path, results: Results, machine: dict[str, str], *, target
     if results.interrupted is not None:
         raise results.interrupted
     if not targets:
-        return 0 if any(map(results.count, results.samples)) else 1
+        return 1 if results.is_empty else 0
     with_target = [row for row in rows if row.target is not None]
     missing = {
         name

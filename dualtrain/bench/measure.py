@@ -79,6 +79,11 @@ class Results:
         """Number of rounds that were begun. The last one may be incomplete."""
         return len(self.step_fractions)
 
+    @property
+    def is_empty(self) -> bool:
+        """Return whether no contender has run in any round."""
+        return not any(map(self.count, self.samples))
+
     def count(self, name: str) -> int:
         """Return the number of rounds in which a contender ran."""
         return sum(sample is not None for sample in self.samples.get(name, ()))
