@@ -102,13 +102,22 @@ def _stacked(samples: list[Any]) -> Any:
     except (RuntimeError, AttributeError) as error:
         raise ValueError(str(error).partition("\n")[0]) from error
     # default_collate gives all inputs one dtype. In a worker, this is the first input's dtype, and others may overflow.
-    # Python's numbers have no dtype, and are converted together with numpy's, without overflow.
-    kinds = [str(getattr(next(iter(sample), None), "dtype", "")).removeprefix("torch.") for sample in samples]
-    typed = [(entry, kind) for entry, kind in enumerate(kinds) if kind]
-    for entry, kind in typed:
-        if kind != typed[0][1]:
-            raise ValueError(f"the inputs have dtype {typed[0][1]} at entry {typed[0][0]} and {kind} at entry {entry}")
+    dtypes = [getattr(next(iter(sample), None), "dtype", "") for sample in samples]
+    if any(dtype is not dtypes[0] for dtype in dtypes):
+        _compare_names(dtypes)
     return batch
+
+
+def _compare_names(dtypes: list[Any]) -> None:
+    """Raise ValueError if the names of two ``dtypes`` of torch or numpy differ.
+
+    "" stands for Python's numbers, which are converted together with numpy's, without overflow.
+    """
+    names = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    typed = [(entry, name) for entry, name in enumerate(names) if name]
+    for entry, name in typed:
+        if name != typed[0][1]:
+            raise ValueError(f"the inputs have dtype {typed[0][1]} at entry {typed[0][0]} and {name} at entry {entry}")
 
 
 def _unpickled(content: bytes) -> Samples:
