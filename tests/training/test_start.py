@@ -127,14 +127,17 @@ def test_checkpoints_in_a_folder_that_cannot_be_read_are_not_ignored(tmp_path, m
 
 
 @pytest.mark.parametrize("resume", [("--resume", "auto"), ("--resume",)])
-def test_a_checkpoint_whose_name_has_another_step_is_skipped(tmp_path, caplog, monkeypatch, resume):
+def test_a_checkpoint_whose_name_has_another_step_is_skipped(tmp_path, capsys, caplog, monkeypatch, resume):
     whole = train_alone(tmp_path, 2)
     older, renamed = (checkpoint.path_of(tmp_path / "checkpoints", step) for step in (2, 99))
     older.rename(renamed)
     (tmp_path / "summary.json").unlink()
+    capsys.readouterr()
     trained = steps_trained(monkeypatch)
     assert train_alone(tmp_path, 2, *resume)["weights_sha256"] == whole["weights_sha256"]
     assert trained == []  # the run resumes from step 4, its last
+    if "auto" in resume:
+        assert "resuming from step 4" in first_line(capsys)
     assert caplog.messages == [f"skipped: checkpoint {str(renamed)!r} holds step 2, unlike its name: remove it"]
 
 
