@@ -106,7 +106,8 @@ class Connection:
             address: host and port of a process that calls :meth:`accept`.
             rank: this process's rank.
             secret: known to all processes of the job.
-            timeout: the longest wait, in seconds, of the connection attempt, and of each send and receive in the handshake.
+            timeout: the longest wait, in seconds, of the attempt to connect (for each IP address of the host), and of each
+                send and receive in the handshake.
             fields: further fields of the first message, for the other end's ``admit``.
 
         Raises:

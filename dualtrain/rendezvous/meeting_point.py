@@ -39,8 +39,8 @@ _initialized: list[Any] = []
 def meeting_point(world: World, timeout: float) -> World:
     """Return ``world`` with the address and secret of its store, if the launcher offers a way to exchange them.
 
-    Return ``world`` unchanged if it has an address or a name, if it has one process, or with other launchers. Otherwise
-    collective and blocking.
+    Return ``world`` unchanged if it has an address or a name, if it has one process, or if the launcher offers no such way.
+    Otherwise collective and blocking.
 
     Raises:
         UserError: mpi4py is missing or was built for another MPI, a rank did not join in time, mpirun has ended or has not
@@ -64,7 +64,7 @@ def join(world: World, timeout: float) -> Store:
     call does not block on rank 0.
 
     Raises:
-        UserError: the store cannot be reached, or rank 0 cannot serve it.
+        UserError: the store cannot be reached or refuses this rank, or rank 0 cannot serve it.
     """
     assert world.rendezvous is not None
     host, port = world.rendezvous

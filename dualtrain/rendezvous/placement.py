@@ -28,14 +28,14 @@ def place_ranks(
     Args:
         store: the job's store, without keys of earlier worlds.
         world: this process's rank and size.
-        limit: the end of the wait for the other ranks, as two numbers: the seconds to show in messages, and the value of
-            ``time.monotonic()`` at which the wait ends.
+        limit: the end of the wait for the other ranks to join, as two numbers: the seconds to show in messages, and the
+            value of ``time.monotonic()`` at which the wait ends.
         backend: name of the backend that this rank will use.
         obstacle: see :func:`dualtrain.rendezvous.reachability.check_all_reachable`.
 
     Raises:
-        UserError: a process did not join in time or has a different ``backend``, two hosts cannot reach each other, or a
-            host has an ``obstacle``.
+        UserError: a process did not join in time or has a different ``backend``; or as :func:`check_all_reachable`, for
+            example because two hosts cannot reach each other.
     """
     timeout, deadline = limit
     store.set(f"host/{world.rank}", f"{identity()} {backend}")

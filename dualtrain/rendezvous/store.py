@@ -79,7 +79,7 @@ class StoreServer:
     def join(self, rank: int, world: str, process: str, who: str, size: int) -> str | None:
         """Register a process; return why it is refused, or ``None``. A process that got no answer may join again.
 
-        If two processes have one rank, or the world sizes differ, all waiting and later calls fail too.
+        If two processes have the same rank, or the world sizes differ, all waiting and later calls fail too.
         """
         with self._changed:
             first, first_who = self._sizes.setdefault(world, (size, f"rank {rank}, {who}"))

@@ -56,7 +56,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, short: bool = F
 
     Args:
         head: the column headings.
-        rows: the other rows; a row of one cell is a heading for the rows after it.
+        rows: the other rows; if ``head`` has several cells, a row of one cell is a heading for the rows after it.
         short: whether to keep each cell on one line; the first cell of a row may still wrap.
     """
 

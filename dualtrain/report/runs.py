@@ -1,4 +1,4 @@
-"""Tables and curves from run folders. Missing values and incomplete lines are left out."""
+"""Tables and curves from run folders. Lines of metrics.jsonl that cannot be read are left out."""
 
 from __future__ import annotations
 
