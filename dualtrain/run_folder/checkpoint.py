@@ -88,7 +88,7 @@ def drop_old(folder: Path, kept: int, lock: FolderLock) -> None:
 
 
 def keep_as_best(path: Path) -> None:
-    """Make ``BEST`` a hard link to a checkpoint, or a copy if the file system has no hard links. Raises OSError."""
+    """Make ``BEST`` a hard link to a checkpoint, or a copy if no hard link can be made. Raises OSError."""
     link_whole(path, path.with_name(BEST))
 
 
@@ -185,6 +185,7 @@ def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
     Raises:
         UserError: no checkpoint is good, or a checkpoint cannot be read now but may be good.
         OSError: the folder cannot be read.
+        MemoryError, RuntimeError: as :func:`load`.
     """
     problems: list[str] = []
     steps = with_best(folder)
@@ -287,6 +288,7 @@ def find_step(folders: Iterable[Path], step: int) -> tuple[Path, dict[str, Any]]
 
     Raises:
         UserError: none was found, and a file that may be this checkpoint cannot be read now.
+        MemoryError, RuntimeError: as :func:`load`.
     """
     unread: tuple[Path, Exception] | None = None
     for folder in folders:

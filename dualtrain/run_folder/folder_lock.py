@@ -74,7 +74,7 @@ class FolderLock:
                 renewals if that process is on another host.
 
         Raises:
-            UserError: another process uses the folder; the message names that process.
+            UserError: another process uses the folder (the message names that process), or no thread can be started.
             OSError: the folder cannot be read or written.
         """
         wait = _Wait(folder, limit, waits)
@@ -82,7 +82,7 @@ class FolderLock:
             self._try_to_take(folder, wait)
 
     def _try_to_take(self, folder: Path, wait: _Wait) -> None:
-        """Wait until the newest generation's process has left; make the next generation, unless another is faster."""
+        """Wait until the newest generation's process has left; make the next generation, unless another process does."""
         number = generation.newest(folder)
         before = wait.await_end(number) if number else None
         run = before.run if before else ""

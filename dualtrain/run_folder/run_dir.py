@@ -1,8 +1,9 @@
 """The folder of a run.
 
 It has the folder ``checkpoints/`` and the files ``generation-N``, ``config.json``, ``attempts.jsonl``, ``.progress``,
-``metrics.jsonl``, ``task.json``, ``model.safetensors``, ``model-best.safetensors`` and ``summary.json``. Depending on the
-run, it also has ``do-not-restart.json``, ``tensorboard/``, and replaced files that are kept (``NAME.aside``).
+``metrics.jsonl`` and ``task.json``; at the end also ``model.safetensors`` and ``summary.json``. Depending on the run, it
+also has ``model-best.safetensors``, ``do-not-restart.json``, ``tensorboard/``, and replaced files that are kept
+(``NAME.aside``).
 """
 
 from __future__ import annotations
