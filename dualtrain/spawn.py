@@ -68,10 +68,10 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
         arguments: the argument of ``body``.
         nproc: the number of processes.
         restarts: how often the job may be restarted after a rank has failed. A restart starts all ranks again. There is no
-            restart after a rank's status 2 (an error that a restart would repeat), after a stop signal, or if a rank has
-            survived SIGKILL. Before a restart after a transient error, the call waits 1 s, the next time 2 s, then 4 s and
-            so on, at most 30 s. The waits begin at 1 s again after an attempt that has lasted longer than 30 s or has ended
-            with another error.
+            restart if the first rank that failed has status 2 (an error that a restart would repeat), after a stop signal,
+            or if a rank has survived SIGKILL. Before a restart after a transient error, the call waits 1 s, the next time
+            2 s, then 4 s and so on, at most 30 s. The waits begin at 1 s again after an attempt that has lasted longer than
+            30 s or has ended with another error.
 
     Returns:
         0 if all ranks end with 0. Else the status of the first rank that failed, or 128 + N if signal N killed that rank.
@@ -81,7 +81,8 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
         signal's number, for example 143.
 
     Raises:
-        UserError: ``nproc`` is too large for this host's cores, or the system refuses to start so many processes.
+        UserError: ``nproc`` is too large for this host's cores, the system refuses to start so many processes, or
+            ``DUALTRAIN_JOB`` is invalid.
     """
     if (reason := too_many_ranks(nproc, usable_cores())) is not None:
         raise UserError(f"--nproc {nproc} is too many for this host: {reason}")
@@ -266,7 +267,7 @@ class _Job:
             print_error(f"rank {failed[code]} of {len(self._processes)} was ended by {by}; the job stops")
 
     def _note_stop(self, failed: Mapping[int, int], number: int) -> None:
-        """Set the job's status after the stop signal ``number``. If a rank has failed otherwise, set a deadline."""
+        """Set the job's status after the stop signal ``number``. If another cause has ended a rank, set a deadline."""
         self._status = 128 + number if self._status is None else self._status
         # Don't limit the time that the ranks need to save. But if a rank has failed, the others cannot save, and a rank
         # that still runs after the grace period is stopped (SIGSTOP) or hangs.

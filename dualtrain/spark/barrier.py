@@ -133,8 +133,9 @@ class _Task:
                 address = json.dumps(listening.getsockname()[:2])
                 store = StoreServer(listening, size, self.secret)
             host, port = json.loads(context.allGather(address)[0])
-            place = spawned(rank, size, (host, port), self.secret, self.job, (world.local_rank, world.local_size), "spark")
-            env = rank_environment(world.local_size) | dict(self.variables) | place
+            local = world.local_rank, world.local_size
+            rank_variables = spawned(rank, size, (host, port), self.secret, self.job, local, "spark")
+            env = rank_environment(world.local_size) | dict(self.variables) | rank_variables
             results = run_children([rank], size, [env], self.payload, self.executable)
             context.barrier()  # the store must serve until all ranks have ended
         except RankFailedError as error:

@@ -36,6 +36,7 @@ class HorovodRunner:
         Raises:
             RankFailedError: the function failed on a rank, or a rank's process ended unexpectedly.
             UserError: the ranks cannot be started.
+            Exception: Spark's own error, if the Spark job failed for another reason.
         """
         if self.num_processor < 0:
             return run_here(main, (), kwargs, nproc=-self.num_processor)[0]
