@@ -126,7 +126,9 @@ def average_buffers(model: torch.nn.Module, backend: Backend) -> None:
 
     Raises:
         TypeError: ``backend`` is not what ``connect()`` returns.
-        BackendError: the names or shapes of the ranks' buffers differ, a rank failed, or the call timed out.
+        ValueError: a floating-point buffer is sparse or nested.
+        BackendError: the names or shapes of the ranks' buffers differ, only some ranks have such a buffer, a rank failed,
+            or the call timed out.
     """
     check_backend(backend)
     _average_buffers(_common_buffers(model, backend), backend)
@@ -136,7 +138,9 @@ def _common_buffers(model: torch.nn.Module, backend: Backend) -> list[tuple[str,
     """Return :func:`local_buffers`, sorted by name. Collective.
 
     Raises:
-        BackendError: on every rank, if the names or shapes differ between the ranks, or a rank's buffers cannot be sent.
+        BackendError: on every rank, if the names or shapes differ between the ranks, or the buffers of only some ranks
+            cannot be sent.
+        Exception: on every rank, the reason why no rank's buffers can be sent, such as ValueError for a sparse buffer.
     """
     try:
         found = sorted(local_buffers(model), key=itemgetter(0))
@@ -215,10 +219,10 @@ def weights_sha256(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> str:
 
 
 def tensors_among(named: Iterable[tuple[Any, Any]]) -> list[tuple[Any, torch.Tensor]]:
-    """Return the pairs (name, tensor) among pairs of names and values. A module's extra state is ignored.
+    """Return the pairs (name, tensor) among pairs of names and values. Ignore a module's extra state if it is no tensor.
 
     Raises:
-        ValueError: another value is a container of tensors, which would be left out; or there are values, but no tensors.
+        ValueError: a value is a container of tensors, which would be left out; or there are values, but no tensors.
     """
     pairs = [pair for pair in named if isinstance(pair[1], torch.Tensor) or not is_extra_state(pair[0])]
     found = [(name, value) for name, value in pairs if isinstance(value, torch.Tensor)]

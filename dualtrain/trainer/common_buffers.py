@@ -7,8 +7,8 @@ Every shard of a step begins with the same values. What happens at the end of th
 - A floating-point buffer (running statistics) gets the mean of the shards' values. Running statistics are updated linearly,
   so the result is the same as if each shard kept separate statistics over all steps, and these were averaged at the end.
   Shards without samples do not count: they would make the change too small.
-- An integer or bool buffer of one element (a count of batches) must change by the same amount in every forward pass of
-  every shard. It gets the value of shard 0 or, if shard 0 has no samples, the value after one forward pass.
+- An integer or bool buffer of one element (a counter, for example of batches) must change by the same amount in every
+  forward pass of every shard. It gets the value of shard 0 or, if shard 0 has no samples, the value after one forward pass.
 - All other buffers must not change. They include floating-point buffers whose dtype is wider than both float32 and the
   narrowest parameter.
 """
@@ -171,7 +171,7 @@ class CommonBuffers:
 
     @torch.no_grad()
     def numbers(self, shard: int, passes: int, *, refused: bool = False) -> torch.Tensor:
-        """Return the numbers that ``shard`` adds to the sum after its forward passes: float64, (count,), on the CPU.
+        """Return the numbers that ``shard`` adds to the sum after its ``passes``: float64, (count,), on the CPU.
 
         The last number is 1 if ``refused``, and 0 otherwise: if its sum is not 0, the caller raises an error on every rank.
         The other numbers of a shard without passes are zeros.
@@ -248,7 +248,7 @@ class CommonBuffers:
             total: the sum of the results of :meth:`numbers` over all shards.
 
         Raises:
-            UserError: on every rank, if the shards' forward passes changed an integer buffer by unequal amounts.
+            UserError: on every rank, if the shards' forward passes changed a counter by unequal amounts.
         """
         sums_of_values, changed, counters = total.split(
             [sum(self._sizes), len(self._averaged), _PER_COUNTER * len(self._counters) + 2]

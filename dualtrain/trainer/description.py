@@ -3,7 +3,7 @@
 A text contains no memory addresses and no device numbers, and does not depend on the order of sets.
 
 - A function is described by its name, its code, its default arguments, and the parts of its closure variables that it uses.
-  Global variables are left out.
+  A method is described by these and by the parts of its object that it uses. Global variables are left out.
 - An object is described by its class and by its public attributes that are plain values, short lists of them, tensors,
   arrays, functions or modules. Attributes are read from ``__dict__``, so no property and no ``__getattr__`` runs.
 - A scheduler is described by its class and all of its attributes, except the optimizer.
@@ -145,9 +145,10 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _used(name: str, value: Any, words: set[str]) -> Iterator[tuple[str, Any]]:
-    """Yield the parts of a closure variable that a function uses; ``words`` are the names and strings in its code.
+    """Yield the parts of a closure variable, or of a method's object, that a function uses.
 
-    For example, if the variable holds the options of a command line, yield only the options that the function reads.
+    ``words`` are the names and strings in the function's code. For example, if the variable holds the options of a
+    command line, yield only the options that the function reads.
     """
     used = {word for word in words if not _PER_RANK.search(word)}
     if isinstance(value, dict) and used & {key for key in value if isinstance(key, str)}:
@@ -201,10 +202,10 @@ def _kind(value: Any) -> str:
     return class_name(value if isinstance(value, types.BuiltinFunctionType) else type(value))
 
 
-def class_name(named: Any) -> str:
+def class_name(value: Any) -> str:
     """Return the full name of a class or function."""
     # multiprocessing gives the main module a different name in the processes that it starts.
-    return f"{named.__module__}.{named.__qualname__}".replace("__mp_main__", "__main__")
+    return f"{value.__module__}.{value.__qualname__}".replace("__mp_main__", "__main__")
 
 
 def _code(code: types.CodeType) -> str:

@@ -100,22 +100,22 @@ def onednn_set(flags: Collection[str], limit: str) -> str | None:
     return next((name for name in reversed(allowed) if _SETS[name] <= {*flags}), None)
 
 
-def warn_of_other_platform(written: Mapping[str, str | None], here: Facts) -> None:
+def warn_of_other_platform(saved_platform: Mapping[str, str | None], platform: Facts) -> None:
     """Log one warning if a checkpoint was made on a different kind of processor, or with a different build of torch.
 
     Args:
-        written: the checkpoint's :func:`platform_of`; facts that it lacks are not compared.
-        here: this rank's :func:`platform_of`.
+        saved_platform: the checkpoint's :func:`platform_of`; facts that it lacks are not compared.
+        platform: this rank's :func:`platform_of`.
     """
-    unlike = [name for name, value in here.items() if name in written and written[name] != value]
-    if unlike:
-        both = "; ".join(f"{name} was {written[name] or 'none'} and is {here[name] or 'none'}" for name in unlike)
-        log.warning(f"results may differ in the last digits from those before the checkpoint: {both}{cpu_advice(unlike)}")
+    names = [name for name, value in platform.items() if name in saved_platform and saved_platform[name] != value]
+    if names:
+        both = "; ".join(f"{name} was {saved_platform[name] or 'none'} and is {platform[name] or 'none'}" for name in names)
+        log.warning(f"results may differ in the last digits from those before the checkpoint: {both}{cpu_advice(names)}")
 
 
-def cpu_advice(unlike: Collection[str]) -> str:
-    """Return advice for a warning that the facts named in ``unlike`` differ; "" if no CPU fact is among them."""
-    if {CAPABILITY, ONEDNN, MKL} & {*unlike}:
+def cpu_advice(names: Collection[str]) -> str:
+    """Return advice for a warning that the facts with these ``names`` differ; "" if no CPU fact is among them."""
+    if {CAPABILITY, ONEDNN, MKL} & {*names}:
         return "; ATEN_CPU_CAPABILITY, ONEDNN_MAX_CPU_ISA and MKL_CBWR let different CPUs use the same instructions"
     return ""
 

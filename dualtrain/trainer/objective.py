@@ -54,7 +54,8 @@ def cross_entropy(
         (4,), on the logits' device. The function does not wait for the device.
 
     Raises:
-        UserError: the axes of ``targets`` are not those of ``logits`` without the classes.
+        UserError: ``targets`` has several axes, one fewer than ``logits``, and these are not the axes of ``logits`` without
+            the classes (axes of length 1 do not count).
     """
     logits, targets = _flatten(logits, targets)
     losses = functional.cross_entropy(

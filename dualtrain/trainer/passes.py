@@ -25,7 +25,8 @@ Measure = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, Sums]]
 def _checked_pair(batch: Any) -> Tensors:
     """Return ``batch`` as a tuple. Raises TypeError if it is not a pair (inputs, targets), of any iterable type.
 
-    A tensor of two rows could be unpacked too: in ``step((inputs, targets, weights))``, each tensor would be one batch.
+    A tensor is refused, although one of two rows could be unpacked: in ``step((inputs, targets, weights))``, each tensor
+    would be one batch.
     """
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
