@@ -4,8 +4,8 @@ torchrun's agents keep their store when they restart the workers, with all keys 
 cannot identify an attempt, since each agent counts its own restarts. So the ranks agree on a random name, and prefix all of
 their later keys with it:
 
-1. Each rank but rank 0 writes a random number.
-2. Rank 0 draws the name, and writes it as the answer to every number that it reads.
+1. Each rank but rank 0 writes a random number and its world size.
+2. Rank 0 draws the name, and writes it as the answer to every number that it reads with rank 0's own world size.
 3. A rank that reads the answer to its own number confirms the name.
 4. When all ranks have confirmed the name, rank 0 marks it as complete.
 

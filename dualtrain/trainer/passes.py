@@ -51,9 +51,9 @@ class Passes:
             samples.
 
     Attributes:
-        targets_per_sample: with ``count``, the mean number of targets per sample in the first batch that has targets;
-            equal on all ranks; ``None`` before that batch. Sums are divided by it, so that ``expected`` can be a number of
-            samples.
+        targets_per_sample: with ``count``, the mean number of targets per sample in one batch: the first batch of a step on
+            the lowest rank where this batch has targets. Equal on all ranks; ``None`` before such a step. Sums are divided
+            by it, so that ``expected`` can be a number of samples.
     """
 
     def __init__(
