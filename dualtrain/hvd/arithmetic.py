@@ -41,10 +41,10 @@ def check_op(op: object) -> None:
 def scaled(tensor: torch.Tensor, factor: float) -> torch.Tensor:
     """Return ``factor`` times ``tensor``, in the same dtype: ``tensor`` itself if the factor is 1, else a new tensor.
 
-    16-bit floats are multiplied in 32 bits and rounded once. Products of integers and a whole-number factor are exact. For
-    any other factor, integers are converted to 64-bit floats (int64 values of magnitude 2**53 or more to fractions), and
-    the product is truncated toward zero. A product that does not fit into the dtype, or is not a number, is undefined, and
-    raises no error. A bool is true if its product is not 0.
+    8-bit and 16-bit floats are multiplied in 32 bits and rounded once. Products of integers and a whole-number factor are
+    exact. For any other factor, integers are converted to 64-bit floats (int64 values of magnitude 2**53 or more to
+    fractions), and the product is truncated toward zero. A product that does not fit into the dtype, or is not a number, is
+    undefined, and raises no error. A bool is true if its product is not 0.
     """
     if factor == 1:
         return tensor

@@ -38,7 +38,7 @@ def as_horovod_errors() -> Iterator[None]:
 
 
 def _failure(error: BackendError) -> HorovodInternalError:
-    """Convert ``error`` to a HorovodInternalError; if the world has ended or ends within 0.5 s, add the reason."""
+    """Convert ``error`` to a HorovodInternalError. Wait up to 0.5 s for the world to end; if it ends, add the reason."""
     engine, deadline = basics.engine(), time.monotonic() + _REASON_SECONDS
     while engine.down is None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -408,7 +408,7 @@ class HorovodReducer(ABC):
             self._add_late()
 
     def enter_world(self) -> None:
-        """Get a channel name, if the world has changed since the last exchange.
+        """Get a channel name in this world, and discard the state of the previous one, unless this was done before.
 
         Raises:
             ValueError: the process set was not added in this world, or was removed.

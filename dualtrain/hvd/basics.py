@@ -26,7 +26,7 @@ from dualtrain.rendezvous.meeting_point import world_of
 @dataclass
 class _Current:
     engine: Engine
-    owned: bool  # True if init() connected the backend, so that shutdown() must close it
+    owns_backend: bool  # True if init() connected the backend, so that shutdown() must close it
     generation: int
     process: int  # id of the process that called init()
 
@@ -63,11 +63,11 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         settings = Settings.read(os.environ)
         compat.enable(settings.compat)
         mention_others(os.environ)
-        owned = not isinstance(comm, Backend)
-        backend = _connect(comm, settings) if owned else comm
-        engine = _start_engine(backend, settings, owned)
+        owns_backend = not isinstance(comm, Backend)
+        backend = _connect(comm, settings) if owns_backend else comm
+        engine = _start_engine(backend, settings, owns_backend)
         _generations += 1
-        _current = _Current(engine, owned, _generations, os.getpid())
+        _current = _Current(engine, owns_backend, _generations, os.getpid())
         atexit.register(shutdown)
     attach(_current.engine, list(process_sets or []), comm if hasattr(comm, "Get_rank") else None)
 
@@ -86,21 +86,22 @@ def _connect(comm: Any, settings: Settings) -> Backend:
     return connect(name, world=world, device="cpu", timeout=timeout, transport="native")
 
 
-def _start_engine(backend: Backend, settings: Settings, owned: bool) -> Engine:
+def _start_engine(backend: Backend, settings: Settings, owns_backend: bool) -> Engine:
     """Return an engine on ``backend``.
 
-    If that fails and the backend is owned, report why to the other ranks, and close the backend.
+    If that fails and ``owns_backend`` is true, report why to the other ranks, and close the backend.
     """
     try:
         return Engine(backend, settings, listening_address(backend.world), reducers)
     except BaseException as error:
-        if owned:
+        if owns_backend:
             backend.abort(f"{type(error).__name__}: {error}")
             backend.close()
         raise
 
 
 def _some_of(world: World, ranks: list[int]) -> World:
+    """Return the world of ``ranks`` only. Raise UserError if the list is not valid, or lacks this process's rank."""
     if len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(world.size)):
         raise UserError(
             f"hvd.init(comm={ranks}) lists a rank twice, or one that does not exist: list ranks from 0 to "
@@ -127,7 +128,7 @@ def shutdown() -> None:
     if current.process != os.getpid():
         return  # a forked child shares the rank's connections, so it must not close them when it exits
     current.engine.close()
-    if current.owned:
+    if current.owns_backend:
         current.engine.backend.close()
 
 
@@ -137,7 +138,7 @@ def is_initialized() -> bool:
 
 
 def engine() -> Engine:
-    """Return the engine that carries out collective calls. Raises HorovodInternalError before ``init``."""
+    """Return the engine that carries out collective calls. Raises HorovodInternalError outside of a world."""
     if _current is None:
         raise HorovodInternalError(NOT_INITIALIZED)
     return _current.engine
@@ -148,63 +149,63 @@ def generation() -> int:
     return _current.generation if _current is not None else 0
 
 
-def _world() -> Backend:
+def _backend() -> Backend:
     if _current is None:
         raise ValueError(NOT_INITIALIZED)
     return _current.engine.backend
 
 
 def rank() -> int:
-    """Return this process's rank. Raises ValueError before ``init``, like all functions that return ranks or sizes."""
-    return _world().rank
+    """Return this process's rank. Raises ValueError outside of a world, like all functions that return ranks or sizes."""
+    return _backend().rank
 
 
 def size() -> int:
     """Return the number of processes."""
-    return _world().size
+    return _backend().size
 
 
 def local_rank() -> int:
     """Return this process's rank among the processes on its host."""
-    return _world().local_rank
+    return _backend().local_rank
 
 
 def local_size() -> int:
     """Return the number of processes on this host."""
-    return _world().local_size
+    return _backend().local_size
 
 
 def cross_rank() -> int:
     """Return this host's index among the hosts that have a process with this local rank."""
-    return _world().world.cross_rank
+    return _backend().world.cross_rank
 
 
 def cross_size() -> int:
     """Return the number of hosts that have a process with this local rank."""
-    return _world().world.cross_size
+    return _backend().world.cross_size
 
 
 def is_homogeneous() -> bool:
     """Return whether every host has the same number of processes."""
-    hosts = _world().hosts
+    hosts = _backend().hosts
     return len({hosts.count(host) for host in hosts}) == 1
 
 
 def _get_process_set_ids_and_ranks() -> dict[int, list[int]]:
     """Return the ranks of each process set in use, by the set's id. Horovod's own tests call this function."""
-    _world()
+    _backend()
     return ids_and_ranks()
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Begin a Chrome trace at ``file_path``, written by rank 0. Raises ValueError before ``init``."""
-    if _world().rank == 0:
+    """Begin a Chrome trace at ``file_path``, written by rank 0. Raises ValueError outside of a world."""
+    if _backend().rank == 0:
         engine().timeline.start(file_path, mark_cycles)
 
 
 def stop_timeline() -> None:
-    """End the trace. Raises ValueError before ``init``."""
-    _world()
+    """End the trace. Raises ValueError outside of a world."""
+    _backend()
     engine().timeline.stop()
 
 

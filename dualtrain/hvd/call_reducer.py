@@ -149,7 +149,7 @@ class CallReducer(HorovodReducer):
         frozen = [slot.name for slot in self.hooks.slots if not slot.param.requires_grad and slot.param.grad is None]
         packed = [self._compression.compress(grad) for grad in grads]
         tensors = [tensor.contiguous() for tensor, _ in packed]
-        handle = -1
+        handle = -1  # an unknown handle, so ``synchronize`` returns None
         if tensors:
             options = reduction_options(self.name, self._op, 1 / self._predivide, self._predivide, self.process_set)
             more = {"frozen": frozen, "position": basics.reducers.callers.position(self), "added": self.added}

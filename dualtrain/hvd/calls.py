@@ -26,7 +26,10 @@ Gradients = Sequence[torch.Tensor]
 
 
 def usable_set(process_set: ProcessSet) -> int:
-    """Return the id of ``process_set``. Raises ValueError if it is not in use, or this rank is not in it."""
+    """Return the id of ``process_set``. Raises ValueError if it is not in use, or this rank is not in it.
+
+    Raises HorovodInternalError outside of a world.
+    """
     check_is_set(process_set)
     here = engine().backend.rank
     set_id = process_set.usable_id()
@@ -45,6 +48,7 @@ def usable_root(root_rank: int, process_set: ProcessSet) -> int:
 
 
 def _resolve_op(op: int | None, average: bool | None) -> int:
+    """Return ``op``, or else what ``average`` selects. Raise ValueError if both are given, or if ``op`` is unknown."""
     if op is not None and average is not None:
         raise ValueError("both op and average are given: pass op alone (average is deprecated)")
     if op is None:

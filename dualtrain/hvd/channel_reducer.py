@@ -29,11 +29,11 @@ class ChannelReducer(HorovodReducer):
     """Sends gradients in buckets during backward, on a separate channel; ``reduce`` waits for the sums.
 
     As on Horovod, and unlike with :class:`~dualtrain.gradients.GradientReducer`, backward never waits for another rank.
-    So the number and the order of backward passes may differ between ranks. Every step has one exchange: the communication
-    that combines the gradients over the ranks. Before the first exchange, and again after parameters were added, each rank
-    requests the channel from rank 0. The request describes the rank's parameters and options, and lists its sparse
-    gradients. Rank 0 compares the parameters and options. All ranks send a gradient as a sparse gradient if it is sparse on
-    any rank.
+    So the number and the order of backward passes may differ between ranks. Every step has one exchange (the communication
+    that combines the gradients over the ranks), or two if parameters were added before it. Before the first exchange, and
+    again after parameters were added, each rank requests the channel from rank 0. The request describes the rank's
+    parameters and options, and lists its sparse gradients. Rank 0 compares the parameters and options. All ranks send a
+    gradient as a sparse gradient if it is sparse on any rank.
 
     Args:
         named: the parameters, the same on every rank of ``process_set``.
@@ -132,6 +132,7 @@ class ChannelReducer(HorovodReducer):
         exchange.end_round(reduced=True)
 
     def _send_all(self) -> None:
+        """Send all unsent buckets. Blocks until the ranks have agreed on the layout."""
         self.hooks.restore()
         self.fill_frozen()
         if not self._agreed:
@@ -154,6 +155,8 @@ class ChannelReducer(HorovodReducer):
 
     def take_part(self, divide_by: str) -> None:
         """Send zeros for one exchange, because this rank has joined; do not wait for the sums.
+
+        Blocks until the ranks have agreed on the layout.
 
         If a backward pass has begun the exchange, send this rank's gradients instead, unless a rank discards the exchange.
         """
@@ -253,6 +256,7 @@ class ChannelReducer(HorovodReducer):
             self._announce()
 
     def _announce(self) -> None:
+        """Request zeros from the ranks that have joined, if this exchange needs them now."""
         if self.needs_zeros:
             basics.engine().announce(self)
 
@@ -301,25 +305,25 @@ class ChannelReducer(HorovodReducer):
             f"sparse_as_dense={t.sparse_as_dense}",
         ]
 
-    def _start(self, channel: Backend, sparse: list[list[int]]) -> None:
+    def _start(self, channel: Backend, sparse_gradients: list[list[int]]) -> None:
         """Make and send all buckets, until a rank discards the exchange. Called in the engine's thread.
 
         (The main thread cannot do this: it may be waiting for another optimizer's gradients.)
         """
-        self._use(channel, sparse)
+        self._use(channel, sparse_gradients)
         while self._exchange.schedule.has_unsent and not self.exchange_is_discarded():
             self._send_next()
 
     def _agree(self) -> None:
         """Wait until the ranks have agreed on the layout, then use the channel. Collective; blocks."""
-        channel, sparse = self._open(start=False).wait()
+        channel, sparse_gradients = self._open(start=False).wait()
         if not self._exchange.laid_out:  # the engine's thread has not called _start
-            self._use(channel, sparse)
+            self._use(channel, sparse_gradients)
         self._agreed = True
 
-    def _use(self, channel: Backend, sparse: list[list[int]]) -> None:
+    def _use(self, channel: Backend, sparse_gradients: list[list[int]]) -> None:
         self.backend = channel
-        self._exchange.sparse.add(((number, dims) for number, dims in sparse), self._exchange.transfer)
+        self._exchange.sparse.add(((number, dims) for number, dims in sparse_gradients), self._exchange.transfer)
         self._exchange.lay_out(channel, self.name)
 
     @torch.no_grad()
