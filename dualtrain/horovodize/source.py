@@ -42,6 +42,8 @@ class Finding(NamedTuple):
 class Source:
     """Syntax tree of one script, with resolved imports.
 
+    Below, horovod.torch stands for each of the modules in ``HOMES``: dualtrain.hvd has the same API.
+
     Args:
         text: source code of the script.
 
@@ -59,7 +61,7 @@ class Source:
         self._full_names: dict[ast.AST, str] = {}
         self.calls = [node for node in self.nodes if isinstance(node, ast.Call)]
         #: Names of the variables that hold an hvd.DistributedOptimizer: ``optimizer`` for ``self.optimizer``. These are the
-        #: variables of this file or, after ``make_program``, those of the program.
+        #: variables of this file or, after ``make_program`` (``wrapped_names.py``), those of the program.
         self.wrapped = {name for name, _ in self.wraps}
         #: This file, and then the other files of the program.
         self.files = [self]
@@ -108,7 +110,7 @@ class Source:
         return Layout(self.text, ast.parse(self.text))
 
     def _imports_of(self, node: ast.AST) -> Iterator[tuple[str, str]]:
-        """Yield (name in the script, full name) for each name that an import, or a call of import_module, binds."""
+        """Yield (name in the script, full name) for each name that an absolute import or a call of import_module binds."""
         if isinstance(node, ast.Import):
             for alias in node.names:
                 first = alias.name.partition(".")[0]
@@ -228,7 +230,7 @@ class Source:
     def assignments(self) -> list[tuple[str, ast.expr, ast.stmt]]:
         """All assignments: (target as text, value, statement). Tuples of equal length on both sides are split.
 
-        The statement of ``:=`` is the one that contains it.
+        The statement of ``:=`` is the one that contains it. The value of ``x += y`` is ``y``.
         """
         found: list[tuple[str, ast.expr, ast.stmt]] = []
         for node in self.nodes:
@@ -256,8 +258,8 @@ class Source:
     def constant(self, value: ast.expr | None) -> ast.Constant | None:
         """Return ``value`` if it is a constant; for a variable, the only constant that is certainly assigned to it.
 
-        Return None for parameters of functions, for variables of loops, and for variables that are assigned more than once
-        or conditionally. A test of ``__name__`` does not count as a condition.
+        Return None for attributes, for parameters of functions, for variables of loops, and for variables that are assigned
+        more than once or conditionally. A test of ``__name__`` does not count as a condition.
         """
         if value is None or isinstance(value, ast.Constant):
             return value
@@ -333,7 +335,7 @@ class Source:
     def is_only(self, name: str) -> bool:
         """Return whether the script defines one function or method ``name``, and assigns nothing to this name.
 
-        For a method, assignments to a variable of this name outside of classes do not count.
+        For a method, only assignments to attributes and class variables of this name count.
         """
         if self._definitions_of_names[name] != 1:
             return False
@@ -444,8 +446,8 @@ class Source:
     def exclusive(self, one: ast.AST, other: ast.AST) -> bool:
         """Return whether the nodes are in branches that exclude each other.
 
-        Such branches are those of one ``if``, or of two ``if`` with the same condition, or of two ``if`` that compare one
-        variable with different constants, as in ``mode == 0`` and ``mode == 1``.
+        Such branches are the body and the ``else`` of one ``if``, or of two ``if`` with the same condition. Or the branches
+        are for different values of one variable, as the bodies of ``if mode == 0:`` and ``if mode == 1:``.
         """
         arms = dict(arm for above, below in self._branches(one) for arm in self._arms(above, below))
         others = (arm for above, below in self._branches(other) for arm in self._arms(above, below))
@@ -485,8 +487,8 @@ class Source:
     def _is_assigned_once(self, variable: ast.expr) -> bool:
         """Return whether ``variable`` certainly keeps its value.
 
-        Assignments to any variable or attribute with the same last name count as assignments to ``variable``. Variables of
-        loops, parameters of functions and attributes of ``self`` may have several values.
+        Assignments to any variable or attribute with the same last name count as assignments to ``variable``. Variables
+        that are assigned in a loop, parameters of functions and attributes of ``self`` may have several values.
         """
         stores = list(filter(is_stored, self.mentions.get(last_name(variable), ())))
         loops = any(isinstance(above, ast.For | ast.While) for store in stores for above in self.above(store))

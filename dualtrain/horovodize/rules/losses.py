@@ -62,7 +62,7 @@ def _origins(source: Source, backward: ast.Call) -> list[ast.expr]:
 
 
 def _variables(value: ast.expr) -> Iterator[str]:
-    """Yield the variables in ``value``, except in ``x.detach()`` and ``x.item()``."""
+    """Yield the variables and attributes in ``value`` as text, except in ``x.detach()`` and ``x.item()``."""
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in ("detach", "item"):
         return
     if isinstance(value, ast.Name | ast.Attribute):

@@ -24,7 +24,7 @@ _LOCAL = (*_FINITE, *_CONVERSIONS, "any", "all", "bool", "int")
 def step_skipped_by_own_loss(source: Source) -> Iterator[Finding]:
     """A step that a rank skips because its own loss is NaN, zero or too large."""
     if source.hvd_calls("join"):
-        return
+        return  # with join(), ranks may take different numbers of steps
     collectives, backwards = Collectives(source), [call for call in source.calls if last_name(call.func) == "backward"]
     for branch in source.nodes if backwards else ():
         if (
@@ -89,7 +89,7 @@ def may_be_common(
 ) -> bool:
     """Return whether one of the ``losses`` may be equal on all ranks.
 
-    ``assignments`` are the (target, value) pairs of the function that contains ``place``.
+    ``assignments`` are (target, value) pairs of the function that contains ``place``.
     """
     source, names = collectives.source, set(losses)
     for target, value in assignments:
@@ -113,7 +113,7 @@ def may_be_common(
 
 
 def without_scaler(owner: ast.expr) -> ast.expr:
-    """Return ``loss`` for ``scaler.scale(loss)``."""
+    """Return the first argument of ``owner`` if it is a call, as in ``scaler.scale(loss)``, and else ``owner`` itself."""
     return owner.args[0] if isinstance(owner, ast.Call) and owner.args else owner
 
 

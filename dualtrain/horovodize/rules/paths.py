@@ -26,7 +26,10 @@ _SAME_RESULTS = ("allreduce", "allreduce_", "broadcast", "broadcast_", "broadcas
 
 
 def depends_on_process(source: Source, file: ast.expr, depth: int = 0) -> bool:
-    """Return whether each process may have its own file: a path with the rank or the time, or a memory buffer."""
+    """Return whether each process may have its own file: a memory buffer, or a path with the rank, the time or a metric.
+
+    Also return True if the path may contain a value that the file does not show (:func:`_is_unknown`).
+    """
     if _RANK_IN_PATH.search(ast.unparse(file)) or depth > 5:
         return True
     if any(_is_unknown(source, node) for node in ast.walk(file)):
@@ -92,8 +95,8 @@ def origins(source: Source, node: ast.AST) -> Iterator[ast.expr]:
 def _deciding(source: Source, values: ast.expr) -> Iterator[ast.expr]:
     """Yield the parts of ``values``, the sequence of a loop, that may decide which values a rank's loop has.
 
-    Leave out the end of a ``range``, because ranges with the same start have common values. Also leave out keyword
-    arguments, such as ``disable`` of ``tqdm(range(9), disable=hvd.rank() > 0)``.
+    Leave out the end and the step of a ``range``, because ranges with the same start have common values. Also leave out
+    keyword arguments, such as ``disable`` of ``tqdm(range(9), disable=hvd.rank() > 0)``.
     """
     if not isinstance(values, ast.Call) or last_name(values.func) in source.functions:
         yield values

@@ -35,7 +35,7 @@ def gpu_by_rank(source: Source) -> Iterator[Finding]:
 
 
 def _is_used_elsewhere(source: Source, used: ast.expr, numbers: list[ast.expr]) -> bool:
-    """Return whether ``used`` is a variable such as ``device``, and code other than ``numbers`` and messages reads it."""
+    """Return whether ``used`` is a variable like ``device`` that the script reads outside of ``numbers`` and messages."""
     if not re.search("device|gpu|cuda", last_name(used), re.IGNORECASE):
         return False
     loads = (node for node in source.mentions[last_name(used)] if isinstance(getattr(node, "ctx", None), ast.Load))
@@ -73,7 +73,10 @@ _VISIBLE = re.compile(r"visible_devices|get_device|set_visible", re.IGNORECASE)
 
 
 def _uses_first_gpu(source: Source, guards: Guards, call: ast.Call) -> bool:
-    """Return whether ``call`` certainly moves data to ``cuda:0``, or makes ``cuda:0`` the only value of a variable."""
+    """Return whether ``call`` moves data to ``cuda:0``, or makes it the only value of a variable that the program reads.
+
+    If ``call`` moves data to a variable, one of its values must be ``cuda:0``; the variable may have other values too.
+    """
     name = source.name(call.func)
     if not isinstance(call.func, ast.Attribute) or (name != "torch.device" and call.func.attr != "to"):
         return False
@@ -180,7 +183,7 @@ def _without_str(value: ast.expr) -> ast.expr:
 
 
 def use_after_shutdown(source: Source) -> Iterator[Finding]:
-    """Calls of rank() and similar functions after shutdown(); at most one finding for each shutdown()."""
+    """Calls of rank(), allreduce() and so on after shutdown(); at most one finding for each shutdown()."""
     for shutdown in source.hvd_calls("shutdown"):
         for node in nodes_certainly_after(source, shutdown):
             if not isinstance(node, ast.Call):
@@ -195,7 +198,7 @@ def use_after_shutdown(source: Source) -> Iterator[Finding]:
 
 
 def use_before_init(source: Source) -> Iterator[Finding]:
-    """Calls of rank() and similar functions before init(), in the same block of code; at most one finding.
+    """Calls of rank(), allreduce() and so on before init(), in the same block of code; at most one finding.
 
     If this block is an ``if`` of the module, the module's statements before the ``if`` are checked, too.
     """

@@ -53,9 +53,10 @@ def schedule_by_own_loss(source: Source) -> Iterator[Finding]:
 
 
 def _steps_plateau(source: Source, call: ast.Call) -> bool:
-    """Return whether ``call`` steps a ReduceLROnPlateau of a wrapped optimizer, and no other code may change the rate.
+    """Return whether ``call`` steps a ReduceLROnPlateau of a wrapped optimizer.
 
-    Variables are compared by name: a function's parameter counts as the variable of the same name.
+    Return False if the program passes the schedule to an unknown function, which may change the rate. Variables are
+    compared by name: a function's parameter counts as the variable of the same name.
     """
     if not isinstance(call.func, ast.Attribute) or call.func.attr != "step":
         return False
@@ -123,10 +124,10 @@ def _element(value: ast.expr | None, position: int | None) -> ast.expr | None:
 
 
 def _own_losses(collectives: Collectives, scope: Scope, depth: int) -> set[str]:
-    """Return the variables of a function that hold only training losses of this rank, apart from constants such as 0.
+    """Return the variables of ``scope`` that hold only training losses of this rank, apart from constants such as 0.
 
-    Attributes and global variables, which other functions may change, do not count. Nor do variables that a call may change
-    in place. The set is empty if one of the losses may be equal on all ranks.
+    Attributes, and variables that are declared ``global`` or ``nonlocal``, do not count, because other functions may change
+    them. Nor do variables that a call may change in place. The set is empty if one of the losses may be equal on all ranks.
     """
     source = collectives.source
     own = [one for one in _assigned(source) if source.scope(one.at) is scope]
@@ -216,7 +217,7 @@ def _scales(assignment: ast.AST) -> bool:
 def _is_made_of(value: ast.expr, losses: set[str], operands: _Operands = all) -> bool:
     """Return whether ``value`` is computed from ``losses`` by arithmetic and conversions.
 
-    ``operands`` says whether any or all operands of a sum must be losses.
+    ``operands`` is ``any`` or ``all``: it says how many operands of a sum must be losses.
     """
     value = without_conversions(value)
     if isinstance(value, ast.BinOp):

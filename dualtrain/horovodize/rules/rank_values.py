@@ -21,7 +21,10 @@ _READERS = ("format", "get", "info", "print", "range")
 
 
 def may_send(source: Source) -> bool:
-    """Return whether the program may send values between ranks, by code that ``_SENDS`` matches or by ``synchronize()``."""
+    """Return whether the program may send values between ranks, by code that ``_SENDS`` matches or by ``synchronize()``.
+
+    A ``synchronize()`` that only waits does not count (:func:`only_waits`).
+    """
     for file in source.files:
         calls = (call for call in file.calls if last_name(call.func) == "synchronize")
         if _SENDS.search(file.code) or not all(only_waits(file, call) for call in calls):
@@ -35,7 +38,7 @@ def loop_by_value_of_some_ranks(source: Source) -> Iterator[Finding]:
     Examples are the first epoch, which rank 0 reads from a checkpoint, and a flag by which rank 0 stops early.
     """
     if source.uses_elastic or source.hvd_calls("join"):
-        return
+        return  # an elastic state is sent to all ranks; with join(), ranks may take different numbers of steps
     guards, collectives = Guards.of(source), Collectives(source)
     for loop in (node for node in source.nodes if isinstance(node, ast.For | ast.While)):
         for name in _names_of_condition(loop):
@@ -73,8 +76,8 @@ def _is_set_on_some_ranks(source: Source, name: ast.Name | ast.Attribute) -> boo
     These conditions must hold, too:
 
     - All other assignments assign constants. Those that may run on all ranks come before that statement. A variable has at
-      least one of them; an attribute may get its first value from argparse instead.
-    - All assignments are in one function or, for an attribute, in one class, or outside of classes.
+      least one of them, and is not a parameter; an attribute may get its first value from argparse instead.
+    - All assignments are in the function that contains ``name`` or, for an attribute, in its class or outside of classes.
     - Only calls in ``_READERS`` get the value, because a different call may send it.
     - For an attribute, which can be sent with its object, the program does not send any values.
     """

@@ -28,7 +28,7 @@ class _Unmatched(NamedTuple):
 
 
 def collective_on_some_ranks(source: Source) -> Iterator[Finding]:
-    """A collective under a condition on the rank."""
+    """A collective that only some ranks call, because of a condition on the rank."""
     collectives = Collectives(source)
     unmatched = [found for branch in source.nodes for found in collectives.unmatched(branch)]
     for found in unmatched:
@@ -49,7 +49,7 @@ def loop_left_on_some_ranks(source: Source) -> Iterator[Finding]:
     """A loop that contains collectives and that only some ranks leave, for example by an early stop on rank 0."""
     collectives = Collectives(source)
     if source.hvd_calls("join"):
-        return
+        return  # with join(), ranks may take different numbers of steps
     for jump in source.nodes:
         if isinstance(jump, ast.Break | ast.Return) and (found := collectives.left_loop(jump)):
             message = (
@@ -132,7 +132,12 @@ def _comparison(unmatched: _Unmatched) -> str:
 class Collectives:
     """Finds calls that all ranks must make.
 
-    These are Horovod's collectives, steps of wrapped optimizers, and calls of functions that contain such calls.
+    These are:
+
+    - Horovod's collectives, except ``shutdown`` and calls with a process set;
+    - ``step`` and ``synchronize`` of wrapped optimizers;
+    - the methods of an elastic state that broadcast;
+    - calls of functions that contain such calls.
     """
 
     def __init__(self, source: Source) -> None:
@@ -155,7 +160,8 @@ class Collectives:
     def unmatched(self, branch: ast.AST) -> Iterator[_Unmatched]:
         """Yield the collective calls that only one arm of ``branch`` makes, if ``branch`` is an ``if`` on the rank.
 
-        If only one arm ends with an exit or a jump, the code after ``branch`` counts as part of the other arm.
+        If only one arm ends with an exit or a jump, the code after ``branch`` counts as part of the other arm. Yield
+        nothing if an ``if`` around ``branch`` already decides this condition.
         """
         if not isinstance(branch, ast.If | ast.IfExp) or (signature := self.guards.signature(branch.test)) is None:
             return
@@ -245,7 +251,7 @@ class Collectives:
         return any(not self.guards.is_in_same_rank_branch(call, unmatched.call) for call in joins)
 
     def _inside(self, nodes: Sequence[ast.AST]) -> Iterator[tuple[str, ast.Call]]:
-        """Yield the collective calls in ``nodes``, except inside functions that are only defined there."""
+        """Yield the collective calls in ``nodes``, except inside definitions of functions and classes, and lambdas."""
         for node in nodes:
             if isinstance(node, Function | ast.Lambda | ast.ClassDef):
                 continue

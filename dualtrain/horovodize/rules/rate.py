@@ -39,10 +39,10 @@ def rate_times_size(source: Source) -> Iterator[Finding]:
     if _warms_up(source) or _is_adjusted_elsewhere(source):
         return  # a script with a warm-up needs no message, and a function of another file may replace the rate
     powers = _Powers(source)
-    cyclic = [call for call in source.calls if source.name(call.func) in _CYCLIC]
-    used = [value for value in _rates(source, cyclic) if powers.of(value) > 0]
+    cyclic_schedules = [call for call in source.calls if source.name(call.func) in _CYCLIC]
+    used = [value for value in _rates(source, cyclic_schedules) if powers.of(value) > 0]
     yield from (Finding(value.lineno, "trap", _message(source, value)) for value in used)
-    if cyclic:
+    if cyclic_schedules:
         return  # a variable may hold a rate that the schedule replaces
     names = {last_name(node) for value in used for node in ast.walk(value)}
     for target, value, statement in source.assignments:
@@ -61,8 +61,14 @@ def rate_times_size(source: Source) -> Iterator[Finding]:
 def _warms_up(source: Source) -> bool:
     """Return whether the name of a called function, an argument or a variable says that the rate warms up.
 
-    These do not count: a warm-up of zero steps, the warm-up of a time measurement, options that are only declared, and
-    torch's CosineAnnealingWarmRestarts.
+    These do not count:
+
+    - a keyword argument that is zero;
+    - the warm-up of a time measurement, unless its name is that of a keyword argument, or of a variable to which the result
+      of a call is assigned;
+    - options that are only declared;
+    - torch's CosineAnnealingWarmRestarts.
+
     Also return True for a schedule of torch that may start with a lower rate.
     """
     for node in source.nodes:
@@ -135,11 +141,11 @@ def _message(source: Source, value: ast.expr) -> str:
     return _OF_HOSTS.get(kinds[0], _MESSAGE) if len(kinds) == 1 else _MESSAGE
 
 
-def _rates(source: Source, cyclic: Sequence[ast.Call]) -> Iterator[ast.expr]:
-    """Yield the expressions that are used as a learning rate; if ``cyclic`` has schedules, only their arguments."""
-    if cyclic:
-        yield from (word.value for call in cyclic for word in call.keywords if word.arg in ("base_lr", "max_lr"))
-        yield from (value for call in cyclic for value in call.args[1:2])
+def _rates(source: Source, cyclic_schedules: Sequence[ast.Call]) -> Iterator[ast.expr]:
+    """Yield the expressions that are used as a learning rate; if there are ``cyclic_schedules``, only their arguments."""
+    if cyclic_schedules:
+        yield from (word.value for call in cyclic_schedules for word in call.keywords if word.arg in ("base_lr", "max_lr"))
+        yield from (value for call in cyclic_schedules for value in call.args[1:2])
         return
     for call in source.calls:
         rate = keyword(call, "lr") or keyword(call, "max_lr")

@@ -123,7 +123,7 @@ def _seeds_by_name(source: Source) -> bool:
 
 
 def _gets_seed(source: Source, call: ast.Call) -> bool:
-    """Return whether a function of another file gets a seed, as in ``init_distributed(args.seed)``."""
+    """Return whether ``call`` passes a seed to a function of another file, as in ``init_distributed(args.seed)``."""
     name = source.name(call.func)
     known = name.startswith(("torch.", "numpy.", "random.", "sklearn."))
     if known or not isinstance(call.func, ast.Name) or call.func.id in (*source.functions, "int", "print", "str", "range"):
@@ -200,8 +200,8 @@ def _arguments(source: Source, parameter: ast.Name) -> list[ast.expr]:
 def _per_rank(source: Source, call: ast.Call) -> list[Edit]:
     """Return edits that add the rank to the seed.
 
-    Return no edits if the ranks may need equal random numbers, or if the call is not between ``init`` and the broadcasts of
-    all models.
+    Return no edits if the ranks may need equal random numbers, if the seed is neither a name nor an integer, or if the call
+    is not between ``init`` and the broadcasts of all models.
     """
     seed, rank = call.args[0], source.spell("rank", call)
     before = [init for init in source.hvd_calls("init") if init.lineno < call.lineno]

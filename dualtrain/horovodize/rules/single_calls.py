@@ -50,7 +50,10 @@ def _import_line(source: Source, node: ast.AST) -> int | None:
 
 
 def _tests_for(source: Source, node: ast.AST, name: str) -> bool:
-    """Return whether ``node`` runs only if ``hasattr(…, name)`` is true, or in a ``try`` that catches AttributeError."""
+    """Return whether ``node`` runs only if ``hasattr(…, name)`` is true, or in a ``try`` that catches AttributeError.
+
+    The ``else`` of such a ``try`` counts if the body uses ``name``.
+    """
     below = node
     for above in source.above(node):
         known: list[tuple[ast.expr, bool]] = []  # conditions, and their values where ``node`` runs

@@ -93,7 +93,7 @@ def shard_by_local_rank(source: Source) -> Iterator[Finding]:
     """A shard that is chosen by the local rank, although there is one shard for each rank of all hosts."""
     guards = Guards.of(source)
     if source.hvd_calls("cross_rank", "cross_size"):
-        return
+        return  # the script may give each host its own samples
     for node in source.nodes:
         pair = _shard(source, node)
         if pair is None or guards.kinds.rank(pair[0]) != "local_rank" or not guards.kinds.is_size(pair[1]):
@@ -107,7 +107,7 @@ def shard_by_local_rank(source: Source) -> Iterator[Finding]:
 
 
 def _rank_and_size(source: Source, start: ast.BinOp) -> tuple[ast.expr, ast.expr] | None:
-    """Return the rank and the size if ``start`` is ``rank * n``, and the value of ``n`` contains ``x // size``, or None."""
+    """If ``start`` is ``rank * n``, and ``n`` has a value that contains ``x // size``, return (rank, size); else None."""
     guards = Guards.of(source)
     for index, length in ((start.left, start.right), (start.right, start.left)):
         for value in source.possible_values(length) if guards.kinds.rank(index) else ():

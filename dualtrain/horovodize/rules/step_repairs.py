@@ -98,7 +98,10 @@ def _repairable_owner(source: Source, step: Event) -> str:
 
 
 def _can_synchronize(source: Source, step: Event) -> bool:
-    """Return whether the optimizer of ``step`` is certainly a wrapped one, and the script does not use Adasum."""
+    """Return whether the optimizer of ``step`` is certainly a wrapped one, and the script does not use Adasum.
+
+    With Adasum, skip_synchronize() raises AssertionError.
+    """
     wraps = [wrap for name, wrap in source.wraps if name == step.optimizer]
     if not wraps or any(source.hvd(node) == "Adasum" for node in source.nodes):
         return False

@@ -136,7 +136,10 @@ def _is_for_one_process(source: Source, events: list[Event], event: Event) -> bo
 
 
 def _since_last_pass(source: Source, events: list[Event], number: int) -> tuple[list[ast.Call], list[ast.Call]]:
-    """Return the backward passes before event ``number``, and its function's calls between the last pass and the event."""
+    """Return the backward passes before event ``number``, and its function's calls between the last pass and the event.
+
+    If there is no pass, return all calls of the function before the event.
+    """
     event, earlier = events[number], events[:number]
     passes = [one.node for one in earlier if one.kind == "backward" and not source.exclusive(one.node, event.node)]
     first = passes[-1].lineno if passes else 0

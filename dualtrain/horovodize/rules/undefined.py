@@ -22,7 +22,10 @@ _DYNAMIC = ("dir", "exec", "get_ipython", "globals", "locals", "run_path", "seta
 
 
 def undefined_names(source: Source) -> Iterator[Finding]:
-    """Names that the file does not define, so that their lines raise NameError."""
+    """Names that the file does not define, so that their lines raise NameError.
+
+    A file that may define names in other ways, such as ``import *`` or ``setattr``, has no finding.
+    """
     if any(isinstance(node, ast.ImportFrom) and node.names[0].name == "*" for node in source.nodes):
         return
     if any(last_name(call.func) in _DYNAMIC for call in source.calls) or "sys.modules[" in source.code:
@@ -84,7 +87,7 @@ _COMPREHENSION = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
 def _bound_in(scope: ast.AST) -> set[str]:
-    """Return the names that ``scope`` binds. Leave out names that only a function or class in it binds."""
+    """Return the names that ``scope`` binds. Leave out names that only a ``def`` or ``class`` in it binds."""
     found, nodes = set(), list(ast.iter_child_nodes(scope))
     for node in nodes:
         if isinstance(node, Function | ast.ClassDef):

@@ -75,7 +75,8 @@ def not_returned(source: Source) -> Iterator[Finding]:
 def _wrapped_parameter(source: Source, function: Function) -> str:
     """Return the parameter that ``function`` wraps; "" if there is none.
 
-    Also return "" if the function may use the wrapper in other ways than returning it or broadcasting its state.
+    Also return "" if the function wraps several optimizers, has a ``global`` or ``nonlocal`` statement, or may use the
+    wrapper in other ways than returning it or broadcasting its state.
     """
     inside = list(ast.walk(function))
     wraps = [call for call in calls_in(function) if source.hvd(call.func) == "DistributedOptimizer"]
@@ -238,7 +239,7 @@ def never_wrapped(source: Source) -> Iterator[Finding]:
 
 
 def _is_broadcast_before(source: Source, optimizer: ast.Call, steps: list[ast.Call]) -> bool:
-    """Return whether the model of the new ``optimizer`` is broadcast in the same function, and never after a step."""
+    """Return whether the model of the new ``optimizer`` is broadcast in its function, not in a loop, never after a step."""
     parts = (node for value in given_values(optimizer) for node in ast.walk(value) if isinstance(node, ast.expr))
     models = [model for part in parts if (model := owner_of(part, "parameters", "named_parameters"))]
     sent = [

@@ -163,7 +163,7 @@ def _key_of(parent: ast.AST, value: ast.AST) -> str:
 
 
 def _reads_entry(source: Source, key: str) -> bool:
-    """Return whether anything may read the entry ``key`` of a dict, by its key or in a loop over all entries."""
+    """Return whether anything may read the entry ``key`` of a dict, by its key, by a computed key, or in a loop."""
     if any(".values()" in file.code or ".items()" in file.code or _has_computed_index(file) for file in source.files):
         return True
     return any(not _is_written(file, node) for file in source.files for node in file.mentions.get(key, ()))
@@ -274,7 +274,7 @@ def _is_called(source: Source, statement: ast.AST) -> bool:
 
 
 def _has_unknown_base(source: Source, node: ast.AST) -> bool:
-    """Return whether ``node`` is in a class whose base class is not defined in the program."""
+    """Return whether ``node`` is in a class with a base class that is not the program's, ``object`` or ``Module``."""
     own = {one.name for file in source.files for one in file.classes}
     bases = [base for above in source.around(node, ast.ClassDef) for base in above.bases]
     return any(last_name(base) not in own | {"object", "Module"} for base in bases)

@@ -43,7 +43,7 @@ def never_broadcast(source: Source) -> Iterator[Finding]:
         made = any(isinstance(value, ast.Call) for value in source.values.get(text, ()))
         if sent and not (is_new_model(source, model) and not any(are_related(source, text, str(one)) for one in sent)):
             continue  # it may share weights with a model that is broadcast
-        yield _finding(source, wrap, text, certain=made)
+        yield _finding(source, wrap, text, is_certain=made)
 
 
 _CONSTANTS = re.compile(r"torch\.nn\.init\.(constant|eye|ones|zeros)_$")
@@ -150,8 +150,8 @@ def _is_wrapped_before(source: Source, optimizer: ast.expr, load: ast.Call) -> b
     return any(source.scope(wrap) is source.scope(load) and wrap.lineno < load.lineno for wrap in wraps)
 
 
-def _finding(source: Source, wrap: ast.Call, model: str, *, certain: bool) -> Finding:
-    unless = "" if certain else ", unless the code that makes the model gives all ranks the same weights"
+def _finding(source: Source, wrap: ast.Call, model: str, *, is_certain: bool) -> Finding:
+    unless = "" if is_certain else ", unless the code that makes the model gives all ranks the same weights"
     message = (
         f"each rank starts with its own weights, so that the ranks train different models{unless}; call "
         f"hvd.broadcast_parameters({model}.state_dict(), root_rank=0) after wrapping"
