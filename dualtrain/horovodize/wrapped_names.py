@@ -38,10 +38,10 @@ def _wrapped_names(sources: Sequence[Source]) -> set[str]:
         names |= found
 
 
-def _receiving(source: Source, names: set[str], defined: Mapping[str, list[str]]) -> Iterator[str]:
+def _receiving(source: Source, names: set[str], parameters_of: Mapping[str, list[str]]) -> Iterator[str]:
     """Yield the parameters to which a call passes one of the variables ``names``, and copies of these variables."""
     for call in source.calls:
-        parameters = defined.get(last_name(call.func), [])
+        parameters = parameters_of.get(last_name(call.func), [])
         yield from (p for p, value in zip(parameters, call.args, strict=False) if last_name(value) in names)
         keywords = ((word.arg, word.value) for word in call.keywords if word.arg in parameters)
         yield from (name for name, value in keywords if name and last_name(value) in names)

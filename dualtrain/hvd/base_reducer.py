@@ -69,7 +69,7 @@ class HorovodReducer(ABC):
 
     Attributes:
         channel_name: ``base_name`` and a number that no other reducer of this name has in the world; empty until
-            :meth:`enter_world` is called.
+            :meth:`use_channel` is called in this world.
         name: name of the reducer's operations.
         ready: number of parameters for which all ``passes`` are done.
         dirty: whether a backward pass has run since the last :meth:`reset_passes`; false after :meth:`close`.

@@ -141,14 +141,14 @@ def _reads(source: Source, node: ast.AST, depth: int) -> bool:
         return False  # for example, ``sampler is None``
     if key := _key_of(parent, node):
         return _reads_entry(source, key)
-    word = parent.arg if isinstance(parent, ast.keyword) else None
+    keyword_name = parent.arg if isinstance(parent, ast.keyword) else None
     parent = source.parents[parent] if isinstance(parent, ast.keyword) else parent
     if isinstance(parent, ast.Call) and parent.func is not node:
         if last_name(parent.func) in _HARMLESS:
             return False
         if _is_loader(parent):
             return is_read(source, parent, depth + 1)
-        return _reads_argument(source, parent, node, word, depth)
+        return _reads_argument(source, parent, node, keyword_name, depth)
     return _reads_returned(source, node, depth)
 
 
@@ -182,19 +182,19 @@ def _is_written(source: Source, key: ast.AST) -> bool:
     return not isinstance(key, ast.Constant) or stored or (isinstance(parent, ast.Dict) and key in parent.keys)
 
 
-def _reads_argument(source: Source, call: ast.Call, node: ast.AST, word: str | None, depth: int) -> bool:
+def _reads_argument(source: Source, call: ast.Call, node: ast.AST, keyword_name: str | None, depth: int) -> bool:
     """Return whether the function that gets the argument ``node`` may read samples through it."""
     found = [
         (file, file.functions[last_name(call.func)]) for file in source.files if last_name(call.func) in file.functions
     ]
-    if len(found) != 1 or depth > 3 or (word is None and node not in call.args):
+    if len(found) != 1 or depth > 3 or (keyword_name is None and node not in call.args):
         return True
     file, function = found[0]
     if file.is_ambiguous(function.name) or not isinstance(call.func, ast.Name):
         return True
     names = [one.arg for one in (*function.args.posonlyargs, *function.args.args)]
-    number = call.args.index(node) if word is None else -1  # type: ignore[arg-type]
-    name = word or (names[number] if number < len(names) else "")
+    number = call.args.index(node) if keyword_name is None else -1  # type: ignore[arg-type]
+    name = keyword_name or (names[number] if number < len(names) else "")
     if not name or any(isinstance(one, ast.Starred) for one in call.args):
         return True
     inside = [part for part in ast.walk(function) if isinstance(part, ast.Name) and part.id == name]
