@@ -256,7 +256,7 @@ def _measure(given: argparse.Namespace, jobs: tuple[str, ...], names: tuple[str,
     """Measure the contenders that can be started with this launch specification.
 
     Raises:
-        UserError: none can be started, or none has any of the jobs.
+        UserError: none can be started, none has any of the jobs, or the folder of the results cannot be written.
     """
     fallbacks = _fallbacks(spec, jobs) if given.contenders is None else {}
     missing = _missing(names, spec)

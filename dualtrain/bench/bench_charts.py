@@ -74,7 +74,7 @@ def _mark(results: Results, name: str, reference: str, job: str) -> Mark | None:
 
 def chart(reference: str, groups: Groups, width: int) -> str:
     """Return the chart as a scalable SVG element of this width."""
-    row = ROW if width == WIDE else 2 * ROW
+    row_height = ROW if width == WIDE else 2 * ROW
     axis = _axis(groups, width)
     parts: list[str] = []
     y = 6.0
@@ -82,8 +82,8 @@ def chart(reference: str, groups: Groups, width: int) -> str:
         parts.append(f'<text class="job" x="{EDGE}" y="{y + 20:g}">{text(job)}</text>')
         y += HEAD
         for mark in marks:
-            parts.append(_line(mark, axis, y, width))
-            y += row
+            parts.append(_row(mark, axis, y, width))
+            y += row_height
         y += 8
     ticks = list(_ticks(axis, y))
     names = f'<text class="unit" x="{axis.begin:g}" y="{y + AXIS + 16:g}">1 = {text(reference)}; more is faster</text>'
@@ -121,7 +121,7 @@ def _ticks(axis: LogAxis, bottom: float) -> Iterator[str]:
             yield f'<text class="number" x="{x:.1f}" y="{bottom + 16:g}">{ratio:g}</text>'
 
 
-def _line(mark: Mark, axis: LogAxis, y: float, width: int) -> str:
+def _row(mark: Mark, axis: LogAxis, y: float, width: int) -> str:
     found, at = mark.found, y + ROW / 2 + 4.5
     below = at if width == WIDE else at + ROW - 4
     middle = below - 4.5

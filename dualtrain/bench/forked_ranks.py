@@ -1,7 +1,7 @@
 """Fork a contender's ranks from a process that has imported torch and the contenders' libraries.
 
 A new interpreter needs several seconds of CPU time to import torch. With many ranks on few cores, these imports would take
-most of the time of ``bench --scale``. So the ranks are forked after the imports. The libraries join their world after the
+most of the time of ``bench --scale``. So the ranks are forked after the imports. The libraries connect the ranks after the
 fork.
 """
 

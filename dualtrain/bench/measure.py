@@ -115,7 +115,7 @@ class Plan:
         entries: names of the contenders.
         jobs: names of the jobs.
         rounds: number of rounds, if time permits.
-        most: each round runs at most this fraction of each workload's timed steps (``plan.LENGTHS``).
+        largest_fraction: each round runs at most this fraction of each workload's timed steps (``plan.LENGTHS``).
         seconds: time limit for all rounds. After the first round, only contenders that would end in time are started.
         fallbacks: for each contender that may be unable to run, the contender that replaces it.
     """
@@ -123,7 +123,7 @@ class Plan:
     entries: Sequence[str]
     jobs: tuple[str, ...]
     rounds: int
-    most: float
+    largest_fraction: float
     seconds: float
     fallbacks: Mapping[str, str] = field(default_factory=dict)
 
@@ -131,7 +131,7 @@ class Plan:
 def measure(plan: Plan, spec: LaunchSpec, log: Callable[[str], None]) -> Results:
     """Run the rounds; ``log`` gets a line per start, and one if time runs out.
 
-    A contender that fails twice in a round is left out after that.
+    A contender that fails twice in a round is left out after that, and its fallback, if it has one, runs in its place.
 
     After Ctrl-C or SIGTERM, return the results so far, with the exception as ``interrupted``.
     """
@@ -148,7 +148,7 @@ class _Rounds:
         self._plan, self._spec, self._log = plan, spec, log
         self._entries = list(plan.entries)
         self.results = Results()
-        self._pace = Pace(plan.rounds, plan.seconds, plan.most)
+        self._pace = Pace(plan.rounds, plan.seconds, plan.largest_fraction)
 
     def run(self) -> None:
         for number in range(self._plan.rounds):

@@ -26,7 +26,8 @@ def free_port() -> int:
 def meet(path: Path) -> None:
     """Set the environment variables that torchrun sets, from those of this process's launcher.
 
-    If the launcher provides no rendezvous, rank 0 writes its address to ``path``. All ranks block until this file exists.
+    If the launcher provides no rendezvous, rank 0 writes its address to ``path``, and all ranks block until the file
+    exists.
 
     Raises:
         UserError: the file does not appear in time, for example because its folder is not shared.

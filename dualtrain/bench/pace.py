@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 
 from dualtrain.bench.plan import steps_of
 
-_LEAST_FRACTION = 0.125
+_SMALLEST_FRACTION = 0.125
 _USED = 0.97  # planned fraction of a round's time; the rest is a margin, because rounds may take longer than predicted
 
 
@@ -25,12 +25,12 @@ class Pace:
     Args:
         rounds: number of rounds, if time permits.
         seconds: time limit for all rounds, from the construction on.
-        most: the largest fraction.
+        largest_fraction: the largest fraction that a round runs.
     """
 
-    def __init__(self, rounds: int, seconds: float, most: float) -> None:
-        self.step_fraction = _LEAST_FRACTION if rounds > 1 else most
-        self._most = most
+    def __init__(self, rounds: int, seconds: float, largest_fraction: float) -> None:
+        self.step_fraction = _SMALLEST_FRACTION if rounds > 1 else largest_fraction
+        self._largest_fraction = largest_fraction
         self._left = rounds
         self._ends = time.monotonic() + seconds
         #: For each contender, from its last round: fixed seconds, and seconds per step of each workload.
@@ -45,9 +45,9 @@ class Pace:
         """Choose the step fraction of the next round, in which the contenders ``names`` run."""
         self._left -= 1
         each = _USED * self.seconds_left / max(1, self._left)
-        self.step_fraction = self._most
-        while self.step_fraction > _LEAST_FRACTION and self._seconds(names, self.step_fraction) > each:
-            self.step_fraction = max(_LEAST_FRACTION, 0.98 * self.step_fraction)
+        self.step_fraction = self._largest_fraction
+        while self.step_fraction > _SMALLEST_FRACTION and self._seconds(names, self.step_fraction) > each:
+            self.step_fraction = max(_SMALLEST_FRACTION, 0.98 * self.step_fraction)
 
     def fits(self, names: Collection[str]) -> bool:
         """Return whether these contenders would end in time at the speed of their last round.

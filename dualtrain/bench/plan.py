@@ -1,7 +1,8 @@
 """Benchmark plan: workloads, comparisons and targets. It contains no measured numbers.
 
 A round starts every contender once, in fresh processes. Each contender measures all its jobs in one start, because starting
-takes longer than the steps. A row of the table compares two contenders; each round gives the row one ratio.
+takes longer than the steps. A row of the table compares two contenders or shows a cost; each
+round gives the row one value.
 
 The order alternates between rounds: A B, B A, A B, … On a machine that becomes steadily slower, the later of two
 contenders is at a disadvantage: B in one round, A in the next. The errors therefore cancel in the median, and a linear
@@ -284,7 +285,7 @@ def steps_of(job: str, step_fraction: float) -> int:
 
 
 def jobs_of(entry: Entry, chosen: Collection[str]) -> tuple[str, ...]:
-    """Return the contender's jobs that are in ``chosen``, in order.
+    """Return the contender's jobs that are in ``chosen``, in the order in which it runs them.
 
     The first of them, if it is a workload, also measures the time from launch to first step.
     """

@@ -106,7 +106,8 @@ def _unjudged(target: float | None, found: Estimate) -> str:
 
 
 def _weights(job: str, comparison: Comparison, results: Results) -> str:
-    """Compare the final weights of both contenders in each round. Return SAME, OTHER, or NONE if weights are missing.
+    """Compare the final weights of both contenders in each round. Return SAME, OTHER, or NONE if no round has all
+    the weights to compare.
 
     If neither is a raw script, the weights of one raw script are compared too, unless both contenders run in the same
     processes. A second raw script is not compared: with 3 or more ranks its weights may differ, because the libraries sum
@@ -135,7 +136,7 @@ def _hashes(job: str, names: Collection[str], results: Results, number: int, sha
 
 
 def noise_floor(rows: list[Row], job: str) -> float:
-    """Return how far the interval of ``AGAIN`` extends from the ratio 1, on its longer side; 0 if ``AGAIN`` has no row.
+    """Return how far the interval of ``AGAIN`` extends from the ratio 1, on its longer side; 0 without a row for the job.
 
     ``AGAIN`` runs the same script as ``TUNED``, so that their ratio should be 1.
     A job in the channels_last layout (``resnet18-cl``) has the noise floor of the plain job (``resnet18``).
@@ -165,7 +166,7 @@ def _cost(cost: Cost, results: Results) -> Row | None:
 
 
 def sweep_of(results: Results) -> dict[str, dict[int, float]]:
-    """Return the median seconds of an allreduce by contender and bytes, on plain tensors and on the library's buffers."""
+    """Return the median seconds of an allreduce by contender and bytes, on plain tensors and on dualtrain's own buffers."""
     found: dict[str, dict[int, float]] = {}
     for name, column in results.samples.items():
         samples = [s for s in column if s is not None]

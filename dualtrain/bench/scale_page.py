@@ -169,26 +169,26 @@ def _panel(
     left, top = corner[0] + LEFT, corner[1] + TOP
     right, bottom = corner[0] + WIDTH / COLUMNS - RIGHT, corner[1] + HEIGHT - BOTTOM
     fewest, most = layouts[0].ranks, layouts[-1].ranks
-    across = LogAxis(fewest, max(most, 2 * fewest), left + 8, right - 8)
+    x_axis = LogAxis(fewest, max(most, 2 * fewest), left + 8, right - 8)
     low = math.floor(math.log10(min(values)))
     high = max(math.ceil(math.log10(max(values))), low + 1)
-    up = LogAxis(10**low, 10**high, bottom, top)
+    y_axis = LogAxis(10**low, 10**high, bottom, top)
     yield f'<text class="job" x="{left:g}" y="{top - 12:g}">{escaped(MEASURES[measure])}</text>'
     for power in range(low, high + 1):
-        y = up(10**power)
+        y = y_axis(10**power)
         yield f'<line class="tick" x1="{left:g}" x2="{right:g}" y1="{y:.1f}" y2="{y:.1f}"/>'
         label = f"{10**power:g} ms" if power < 3 else f"{10 ** (power - 3):g} s"
         yield f'<text class="number" x="{left - 28:g}" y="{y + 4:.1f}">{label}</text>'
     yield f'<text class="unit" x="{left - 40:g}" y="{bottom + 18:g}">ranks</text>'
-    yield from _numbers_of_ranks([(layout.ranks, across(layout.ranks)) for layout in layouts], bottom + 18)
+    yield from _numbers_of_ranks([(layout.ranks, x_axis(layout.ranks)) for layout in layouts], bottom + 18)
     for number, (name, points) in enumerate(lines.items()):
         offset = OFFSET * (number - (len(lines) - 1) / 2)
         yield f'<g class="{_style(name)}">'
         for count, time in points:
-            x, bottom_end, top_end = across(count) + offset, up(1e3 * time.low), up(1e3 * time.high)
+            x, bottom_end, top_end = x_axis(count) + offset, y_axis(1e3 * time.low), y_axis(1e3 * time.high)
             yield f'<line x1="{x:.1f}" y1="{bottom_end:.1f}" x2="{x:.1f}" y2="{top_end:.1f}"/>'
         yield from _line(
-            name, [(across(count) + offset, up(1e3 * time.value), _tip(count, time)) for count, time in points]
+            name, [(x_axis(count) + offset, y_axis(1e3 * time.value), _tip(count, time)) for count, time in points]
         )
         yield "</g>"
 

@@ -2,8 +2,8 @@
 
 To save the start-up time of launchers, the bench itself starts the ranks of Horovod over Gloo, and those that torchrun
 could start. It sets the environment variables that horovodrun or torchrun would set. For Horovod over Open MPI, it runs the
-mpirun command that horovodrun would run. With --launch, the user's command starts all contenders. None of this changes the
-time of a step.
+mpirun command that horovodrun would run; with another MPI, it runs horovodrun itself. With --launch, the user's command
+starts all contenders. None of this changes the time of a step.
 """
 
 from __future__ import annotations
@@ -181,8 +181,8 @@ def _run_commands(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], s
         log: IO[str] = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
         processes: list[subprocess.Popen[bytes]] = []
         try:
-            for command, more in commands:
-                env = {**kept, **common, **more}
+            for command, variables in commands:
+                env = {**kept, **common, **variables}
                 processes.append(subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True))
             failed = failed_statuses(lambda: [process.poll() for process in processes], spec.timeout)
         except OSError as error:
@@ -237,6 +237,6 @@ def reason_in(text: str) -> str:
 
 
 def _program_path(command: str) -> str:
-    """Return the program's path in this Python environment, or else on the PATH."""
+    """Return the program's path in this Python environment, or else on the PATH, or else ``command``."""
     own = Path(sys.executable).parent / command
     return str(own) if own.exists() else shutil.which(command) or command

@@ -43,7 +43,10 @@ class Node:
     pid: int
 
     def enter(self) -> None:
-        """Move this process, which must have one thread, to the node. Raises OSError."""
+        """Move this process to the node. Raises OSError.
+
+        The process must have only one thread, because ``setns`` moves only the calling thread.
+        """
         folder = os.getcwd()
         _enter(self.pid, "net", _CLONE_NEWNET)
         _enter(self.pid, "uts", _CLONE_NEWUTS)

@@ -1,7 +1,8 @@
 """The contenders: for each library, a training loop as users of the library would write it.
 
-Each module has a function ``start(option, device)``, which joins the world and returns a :class:`Contender`. ``option`` is
-the text in the contender's plan entry; its meaning depends on the module.
+Each module has a function ``start(option, device)``, which joins the world (connects this process to the job's other
+ranks) and returns a :class:`Contender`. ``option`` is the text in the contender's plan entry; its meaning depends on the
+module.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ Steps: TypeAlias = "Generator[None, None, torch.nn.Module]"
 class Contender:
     """A library under test: its rank and size, and its training loop.
 
-    A subclass implements only the methods that its jobs in the plan need. The others raise NotImplementedError.
+    A subclass implements only the methods that its jobs in the plan need. The others raise NotImplementedError, or have a
+    default.
     """
 
     rank: int

@@ -1,4 +1,4 @@
-"""dualtrain on either backend, with a given transport."""
+"""dualtrain on the backend and with the transport that ``option`` names: "torch/shm", for example."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ class Ours(Contender):
             return time.perf_counter() - began
 
         steps(save=0)  # warm-up
-        without = steps(save=0)
-        stalled = steps(save=1) - without
+        baseline = steps(save=0)
+        stalled = steps(save=1) - baseline
         writer.wait()
         return stalled
 

@@ -11,7 +11,7 @@ from dualtrain.bench.workloads import Task
 
 
 class WithAccelerate(Contender):
-    """Training loop with ``prepare`` and ``accelerator.backward``; Accelerate detects the device and the ranks itself."""
+    """Training loop with ``prepare`` and ``accelerator.backward``; Accelerate detects the ranks and a rank's GPU itself."""
 
     def __init__(self, device: torch.device) -> None:
         self.accelerator = Accelerator(cpu=device.type == "cpu")
