@@ -1,7 +1,8 @@
 """Batch normalization with the statistics of all ranks' samples, on any device.
 
-In training, each layer needs two collective operations: forward gathers every rank's statistics, and backward sums two
-numbers per channel over the ranks, to compute the input's gradient. Ranks may have different numbers of samples.
+In training, each layer needs two collective operations: forward gathers every rank's statistics, and backward, if the
+input needs a gradient, sums two numbers per channel over the ranks to compute it. Ranks may have different numbers of
+samples.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def one_result(runs: Sequence[Run], unfinished: Sequence[str]) -> tuple[str, boo
 
     Returns:
         The table, and whether all runs have the same result. If so, the table's last line is "N runs, 1 hash". Otherwise,
-        the last line also lists the differences.
+        the last line also lists the reasons.
     """
     hashes = {summary["weights_sha256"] for _, summary in runs}
     number = len(runs) + len(unfinished)

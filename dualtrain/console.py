@@ -171,14 +171,14 @@ def parser_of(module: str, docstring: str) -> Parser:
     return Parser(program(module), first.partition("``: ")[2].capitalize(), more)
 
 
-def whole(least: int, most: int) -> Callable[[str], int]:
-    """Return a function that converts text to a whole number from ``least`` to ``most``, for argparse."""
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """Return a function that converts text to a whole number from ``low`` to ``high``, for argparse."""
 
     def convert(text: str) -> int:
         with suppress(ValueError):
-            if least <= (number := int(text)) <= most:
+            if low <= (number := int(text)) <= high:
                 return number
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {least} to {most}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
 
     return convert
 

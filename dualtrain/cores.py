@@ -50,7 +50,8 @@ def share_of(cores: int, ranks: int) -> int:
 def cores_together(affinities: Sequence[Collection[int]], quotas: Sequence[float | None]) -> int:
     """Return how many cores the ranks of one host may use in total, from each rank's CPU affinity and CPU quota."""
     cores = len(set().union(*affinities))  # a launcher may bind each rank to different cores
-    # Ranks of one host usually share a cgroup and its quota. If their quotas differ, use the largest.
+    # Ranks of one host usually share a cgroup and its quota. If their quotas differ, use the largest, and none
+    # if a rank has no quota.
     largest = max((quota for quota in quotas if quota is not None), default=0.0)
     return cores if None in quotas else min(cores, max(1, int(largest)))
 

@@ -1,4 +1,4 @@
-"""Conversion of tensors to the few dtypes that all libraries reduce.
+"""Conversion of tensors to the few dtypes that every backend's library reduces.
 
 Broadcast, gather and all-to-all send bytes: lossless for every dtype, bool and bfloat16 included. Only compressed gradients
 are reduced in a backend's ``narrow`` dtypes. All other reductions use one of four wire dtypes (``REDUCIBLE``), wide enough
@@ -133,8 +133,9 @@ def unpack(wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def average_(total: torch.Tensor, size: int) -> torch.Tensor:
     """Divide a sum over ``size`` ranks, in place, the same way on every backend.
 
-    Floating-point sums are multiplied by 1/size in their own precision. Integers use integer division, truncated toward
-    zero, as Horovod documents (Horovod itself multiplies in floating point; its result is one too small for some sizes).
+    Floating-point and complex sums are multiplied by 1/size in their own precision. Integers use integer division,
+    truncated toward zero, as Horovod documents (Horovod itself multiplies in floating point; its result is one too small
+    for some sizes).
     """
     if total.is_floating_point() or total.is_complex():
         return total.mul_(_reciprocal(size, total.dtype.to_real()))

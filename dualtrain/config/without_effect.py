@@ -94,7 +94,10 @@ class RunFacts:
 
 
 def without_effect(settings: Settings, facts: RunFacts) -> list[str]:
-    """Return one line for each setting that differs from its default and has no effect, or only a part of its effect."""
+    """Return one line for each setting that differs from its default and has no effect, or only a part of its effect.
+
+    A line also says if there are more ``--workers`` than cores.
+    """
     given = {name for name, one in SETTINGS.items() if settings[name] not in (one.default, None)}
     lines: dict[str, str] = {}
     for names, has_effect, reason in _RULES:

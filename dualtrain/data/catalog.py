@@ -34,7 +34,8 @@ def load_data(name: str, folder: str | None = None, **options: Any) -> Task:
         options: fields of :class:`~dualtrain.data.options.Options`; ``shape`` may be a tuple of numbers.
 
     Raises:
-        UserError: the name is unknown, options contradict each other, or files are missing or cannot be read.
+        UserError: the name is unknown, options are invalid or contradict each other, files are missing or cannot be read, a
+            download fails, or ``pkg.mod:build`` fails or returns something else.
     """
     if isinstance(options.get("shape"), tuple | list):
         options["shape"] = ",".join(map(str, options["shape"]))

@@ -23,8 +23,8 @@ def load_image_folder(folder: str | None, options: Options) -> Task:
     """Load the images below ``folder``; worker processes read them.
 
     Raises:
-        UserError: no folder is given, folders or images are missing, train/ and val/ have different classes, or options
-            contradict each other.
+        UserError: no folder is given, folders or images are missing or cannot be listed, train/ and val/ have different
+            classes, or options contradict each other.
     """
     if folder is None:
         raise UserError("--dataset imagefolder needs the folder of train/ and val/: name it with --data-dir")

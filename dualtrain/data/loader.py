@@ -209,20 +209,20 @@ def _on_device(batches: Iterator[Tensors | UserError], device: torch.device) -> 
             inputs, targets = _unwrap(batch)
             yield inputs.to(device), targets.to(device)
         return
-    side, ahead = torch.cuda.Stream(device), None
+    copy_stream, following = torch.cuda.Stream(device), None
     for batch in batches:
-        current, ahead = ahead, _start_copy(_unwrap(batch), side)
+        current, following = following, _start_copy(_unwrap(batch), copy_stream)
         if current is not None:
             yield _after_copy(*current)
-    if ahead is not None:
-        yield _after_copy(*ahead)
+    if following is not None:
+        yield _after_copy(*following)
 
 
-def _start_copy(batch: Tensors, side: torch.cuda.Stream) -> tuple[Tensors, torch.cuda.Event]:
-    """Start copying ``batch`` to the GPU on the stream ``side``; return the copy, and an event that marks its end."""
-    with torch.cuda.stream(side):
-        inputs, targets = (tensor.to(side.device, non_blocking=True) for tensor in batch)
-        return (inputs, targets), side.record_event()
+def _start_copy(batch: Tensors, copy_stream: torch.cuda.Stream) -> tuple[Tensors, torch.cuda.Event]:
+    """Start copying ``batch`` to the GPU on ``copy_stream``; return the copy, and an event that marks its end."""
+    with torch.cuda.stream(copy_stream):
+        inputs, targets = (tensor.to(copy_stream.device, non_blocking=True) for tensor in batch)
+        return (inputs, targets), copy_stream.record_event()
 
 
 def _after_copy(batch: Tensors, copy_end: torch.cuda.Event) -> Tensors:

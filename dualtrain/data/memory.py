@@ -1,4 +1,4 @@
-"""Source of datasets that fit on the device: each batch is one ``index_select``, followed by the transform."""
+"""Source of datasets that fit on the device: ``index_select`` takes each batch, and the transform follows."""
 
 from __future__ import annotations
 

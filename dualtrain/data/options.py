@@ -48,7 +48,7 @@ class Options(DataSection):
         return tuple(parts[0]), tuple(parts[1])
 
     def statistics_for(self, channels: int, of_dataset: Statistics) -> Statistics | None:
-        """Return :meth:`statistics`. Also raise UserError unless it has one value, or one value for each channel."""
+        """Return :meth:`statistics`. Also raise UserError if it has means, but neither one nor one for each channel."""
         found = self.statistics(of_dataset)
         if found is not None and len(found[0]) not in (1, channels):
             raise UserError(

@@ -90,7 +90,7 @@ class OwnSource(Source):
     def _checked(self, found: Any, size: int) -> Tensors:
         """Return ``found``, a batch of ``size`` samples. Raises UserError if ``found`` is anything else.
 
-        The values of targets on a GPU are not checked.
+        Inputs that are not a tensor, and the values of targets on a GPU, are not checked.
         """
         if not isinstance(found, tuple | list) or len(found) != 2 or not isinstance(found[1], torch.Tensor):
             raise UserError(f"{self._what} has yielded a {type(found).__name__}: yield (inputs, targets), two tensors")
