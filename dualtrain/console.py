@@ -241,7 +241,7 @@ def print_error(what: object, rank: int = 0, size: int = 1, *, final: bool = Fal
 
 
 def record_for_torchrun(reason: str) -> None:
-    """Under torchrun, make ``reason`` the cause of this process's failure in the summary that the agent prints.
+    """Under torchrun, make ``reason`` the cause of this process's failure in the summary that torchrun prints.
 
     ``record`` of torch.distributed.elastic does the same, but imports torch. This function needs no torch.
     """

@@ -39,7 +39,10 @@ _ENDING_SECONDS = 5.0
 
 @cache
 def fork_server(modules: tuple[str, ...], threads: int) -> BaseContext:
-    """Start a fork server that imports the contenders' ``modules``; return a context that forks processes from it."""
+    """Start a fork server that imports the contenders' ``modules``; return a context that forks processes from it.
+
+    A process has only one fork server: after the first call, calls with other arguments have no effect on it.
+    """
     context = get_context("forkserver")
     context.set_forkserver_preload([*_IMPORTED, *(f"dualtrain.bench.contenders.{module}" for module in modules)])
     with variables(_common_environment(threads)):
@@ -56,6 +59,7 @@ def run_forked(
 
     Raises:
         LaunchError: a process failed, the timeout expired, or lines of several ranks are mixed.
+        OSError: a file, a process or a socket cannot be made.
     """
     arguments = [entry.module, ",".join(jobs), f"--device={spec.device}", f"--folder={spec.folder.resolve()}"]
     arguments += [f"--step-fraction={step_fraction}", f"--option={entry.option}"]

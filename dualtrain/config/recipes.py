@@ -11,7 +11,7 @@ from dualtrain.config.sections import Config
 from dualtrain.errors import UserError
 
 #: Generic names of functions and modules; they are not used in the name of a run.
-_PLAIN = ("build", "data", "dataset", "datasets", "main", "make", "model", "models", "net")
+_GENERIC = ("build", "data", "dataset", "datasets", "main", "make", "model", "models", "net")
 
 
 def recipe_names() -> list[str]:
@@ -46,7 +46,7 @@ def recipe_list() -> str:
 def run_name(recipe: str, dataset: str, model: str) -> str:
     """Return a run's name: its recipe if dataset and model are the recipe's, else its dataset and model.
 
-    Generic names (``_PLAIN``) are left out; if no name remains, the run's name is "own".
+    Generic names (``_GENERIC``) are left out; if no name remains, the run's name is "own".
     A module that provides dataset and model appears once in the name: ``mine:data`` and ``mine:model`` give ``mine``.
     """
     values = load_recipe(recipe)
@@ -62,7 +62,7 @@ def _parts(name: str) -> list[str]:
     Generic names add nothing.
     """
     module, _, function = name.partition(":")
-    return [part for part in (module.rpartition(".")[2], function) if part and part not in _PLAIN]
+    return [part for part in (module.rpartition(".")[2], function) if part and part not in _GENERIC]
 
 
 def _text(name: str) -> str:

@@ -15,7 +15,7 @@ from dualtrain.user_code import user_code
 
 
 class OwnSource(Source):
-    """Wrapper of a user's own source: a :class:`Source`, or an object with the same methods.
+    """Wrapper of a user's own source: a :class:`Source`, or an object that has at least ``stream`` and a length.
 
     Args:
         source: the user's source.
