@@ -27,8 +27,8 @@ def keep_freed_memory(env: Mapping[str, str] | None = None) -> None:
 
     Call this function once, at the start of a program that trains on the CPU. The setting lasts as long as the process. It
     applies to glibc's main heap, which the main thread uses; the arenas of other threads may still return freed memory.
-    Does nothing with a C library other than glibc, or if the user has set glibc's own variables, such as
-    MALLOC_TRIM_THRESHOLD_.
+    Does nothing with a C library other than glibc, or if the user has set one of glibc's variables MALLOC_MMAP_MAX_,
+    MALLOC_MMAP_THRESHOLD_ and MALLOC_TRIM_THRESHOLD_, or a ``glibc.malloc`` option in GLIBC_TUNABLES.
 
     Args:
         env: the environment variables; ``None`` for this process's.

@@ -42,7 +42,8 @@ class Settings:
     Attributes:
         stall_check: seconds after which a wait is reported on every rank; 0 for never.
         stall_shutdown: seconds after which a wait ends in an error on every rank; infinite for never.
-        timeline: file in which a Chrome trace is recorded from the start; ``None`` for no trace.
+        timeline: file in which a Chrome trace is recorded from the start; ``None`` if HOROVOD_TIMELINE is not set or is
+            "DYNAMIC".
         mark_cycles: whether the trace shows when rank 0 looked for matching calls.
         dynamic_sets: whether process sets may be added and removed after the start.
         fusion_bytes: size of the largest gradient bucket in bytes; ``None`` for the reducer's default.
@@ -111,7 +112,7 @@ def _flag(env: Mapping[str, str], name: str) -> bool:
 
 
 def mention_others(env: Mapping[str, str]) -> None:
-    """Log, at level debug, which of Horovod's variables are set and have no effect here."""
+    """Log, at level debug, which of Horovod's variables are set and have no effect here. Leave out those of launchers."""
     others = sorted(name for name in env if name.startswith("HOROVOD_") and name not in HONOURED | _OF_LAUNCHERS)
     if others:
         log.debug("ignored, because they have no effect on torch.distributed: %s", ", ".join(others))

@@ -17,8 +17,8 @@ class SparseGradients:
     Attributes:
         dims: slot index → number of sparse dimensions, for gradients that are gathered.
         dims_as_dense: the same for gradients that are sent as dense ones.
-        trained_elsewhere: the first slot that, in the last :meth:`reduce`, was frozen on this rank and had a gradient on
-            another rank.
+        trained_elsewhere: the first slot that, in the last :meth:`reduce`, was frozen on this rank and had gradient values
+            on another rank; ``None`` if there was none.
     """
 
     def __init__(self) -> None:
@@ -44,6 +44,8 @@ class SparseGradients:
     @torch.no_grad()
     def reduce(self, slots: Sequence[Slot], backend: Backend, transfer: Transfer, *, drop_empty: bool) -> None:
         """Replace the gradients of ``dims`` by their sums over the ranks, scaled as ``transfer`` says. Collective; blocks.
+
+        A frozen parameter without a gradient gets none. Also sets :attr:`trained_elsewhere`.
 
         Args:
             slots: the reducer's slots.

@@ -2,7 +2,9 @@
 
 Operations on a backend are matched by their order. But backward may reach two reducers in a different order on each rank,
 or only one of them on some ranks. So if a backend has several reducers, the ranks agree at the end of a backward pass
-which reducers have gradients on any rank. Then all ranks exchange the gradients of these reducers in the same order.
+which reducers have gradients on any rank. Then all ranks exchange the gradients of these reducers in the same order. Only
+one of several reducers sends buckets during backward: the one that came first in their last exchange (initially, number 0).
+If any rank has sent one of its buckets, it comes first again.
 """
 
 from __future__ import annotations
@@ -62,15 +64,18 @@ class Turns:
         return number
 
     def leave(self, number: int) -> None:
-        """Remove a closed reducer. Call this once, on every rank. :meth:`due` removes garbage-collected reducers."""
+        """Remove a closed reducer. Call this once, on every rank.
+
+        :meth:`due` removes reducers that were garbage-collected on every rank.
+        """
         self._members.pop(number, None)
 
     def may_send(self, number: int) -> bool:
-        """Return whether this reducer is the only or the first one, and so may send buckets during backward."""
+        """Return whether this reducer may send buckets during backward: it is the only one, or comes before the others."""
         return number == self._first or len(self._members) < 2
 
     def others(self, number: int) -> list[Member]:
-        """Return all reducers except reducer ``number``."""
+        """Return all reducers except reducer ``number`` and garbage-collected ones."""
         members = [ref() for each, ref in self._members.items() if each != number]
         return [member for member in members if member is not None]
 
@@ -121,8 +126,8 @@ class Turns:
     def _state(self, number: int) -> _State:
         """Return three bit sets of reducers.
 
-        They contain the reducers to exchange, those with an odd number of steps, and all numbers without a reducer on this
-        rank, because it was garbage-collected, closed, or not made.
+        They contain the reducers to exchange, those with an odd number of steps (which shows whether ranks are a step
+        apart), and all numbers without a reducer on this rank, because it was garbage-collected, closed, or not made.
         """
         due, odd, absent = 0, 0, -1
         for each, ref in self._members.items():
