@@ -36,7 +36,11 @@ from dualtrain.launchers import World, detect_world
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command line. Return the exit status, unless the script itself calls ``sys.exit`` or raises an exception."""
+    """Run the command line. Return the exit status.
+
+    Raise what the script raises, such as SystemExit, or SyntaxError or ValueError if it is not valid Python. ``--prove``
+    may raise SystemExit too.
+    """
     first, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
     if first in ("--check", "--fix", "--recorder") and {"-h", "--help"}.intersection(rest):
         first = "--help"
@@ -77,7 +81,10 @@ def _run_option(option: str, arguments: list[str]) -> int:
 
 
 def _load(first: str, rest: list[str]) -> Program:
-    """Return the script to run, and set DUALTRAIN_BACKEND for it. Raises UserError for a wrong command line."""
+    """Return the script to run. Set DUALTRAIN_BACKEND to "torch" if it is not set or is "auto".
+
+    Raise UserError if the command line is wrong, the script cannot be read, or DUALTRAIN_BACKEND is "horovod".
+    """
     if not first:
         raise UserError("no script was given: name one, or see --help")
     if first.startswith("-") and first != "-m":

@@ -11,7 +11,7 @@ from dualtrain.horovodize.nodes import given_values, is_stored, last_name, loade
 
 _FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _SCOPE = ast.Module | _FUNCTION
-#: Yields (name in the script, full name) for each name that an import statement binds.
+#: Yields (name in the script, full name) for each name that an import, or a call of import_module, binds.
 _ImportsOf = Callable[[ast.AST], Iterable[tuple[str, str]]]
 
 
@@ -31,7 +31,7 @@ class Bindings:
     Args:
         nodes: all nodes of the script in source order.
         parents: parent of each node.
-        imports_of: returns the names that an import statement binds.
+        imports_of: yields the names that a node binds to imports.
     """
 
     def __init__(self, nodes: Iterable[ast.AST], parents: Mapping[ast.AST, ast.AST], imports_of: _ImportsOf) -> None:
@@ -79,14 +79,21 @@ class Bindings:
         return ""
 
     def _bound_by(self, node: ast.AST) -> Iterator[str]:
-        """Yield the names that ``node`` binds, except imports, fallbacks, and parameters that are most likely modules."""
+        """Yield the names that ``node`` binds, other than by an import.
+
+        For a function, these are its parameters, except those that are most likely modules. For a variable to which a value
+        is assigned, it is the variable's name, except for fallbacks.
+        """
         if isinstance(node, _FUNCTION):
             yield from (name for name in _parameters(node) if not self._is_module(name))
         elif isinstance(node, ast.Name) and is_stored(node) and not self._is_fallback(node):
             yield node.id
 
     def _find_passed_modules(self, nodes: list[ast.AST]) -> None:
-        """Find parameters for which a call passes a module in ``HOMES``: they hide no import. Example: ``main(h)``."""
+        """Make parameters hide no import if a call passes a module in ``HOMES`` by a variable with the parameter's name.
+
+        Example: ``main(h)`` for ``def main(h)``. The function must not assign the parameter.
+        """
         calls = [(node, name) for node in nodes if isinstance(node, ast.Call) for name in _passed_names(node)]
         calls = [(call, name) for call, name in calls if self.imported.get(name.id) in HOMES]
         functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)] if calls else []

@@ -22,7 +22,10 @@ _LEVELS = ("trap", "unsupported", "differs")
 
 
 def check(files: Sequence[str]) -> int:
-    """Print the findings in ``files``; for a folder, in its files that import horovod. Return the exit status."""
+    """Print the findings in ``files``; for a folder, in its files that import horovod.
+
+    Return the exit status, which is 2 after an error.
+    """
     options = [name for name in files if name.startswith("-")]
     try:
         if options or not files:
@@ -62,7 +65,7 @@ def _skipped(without_horovod: int, unreadable: Sequence[str]) -> str:
 def merged(found: Sequence[Finding]) -> list[tuple[Finding, list[int]]]:
     """Combine the findings of one file that have the same level and message.
 
-    Return the first of these findings, and the lines of the others.
+    For each level and message, return the first finding, and the lines of the others.
     """
     same: dict[tuple[str, str], list[Finding]] = {}
     for finding in found:
@@ -81,7 +84,8 @@ def findings(source: Source) -> list[Finding]:
     """Return the findings of all rules in one script, sorted by line, without duplicates.
 
     Lines that never run, or run only without Horovod or with one rank, have no findings. Functions that nothing uses have
-    only findings of the level "unsupported". A script that does not use Horovod has none.
+    only findings of the level "unsupported". A script that does not import Horovod has none, unless a file of its program
+    wraps an optimizer.
     """
     if not source.uses_horovod and not source.wrapped:
         return []

@@ -30,9 +30,9 @@ class Event(NamedTuple):
 
 
 def events_by_scope(source: Source) -> Iterator[list[Event]]:
-    """Yield the events of each function and of the module as one list, in source order.
+    """Yield one list of events, in source order, for the module and for each function.
 
-    Leave out events that run only without Horovod.
+    Leave out events that run only without Horovod or with one rank.
     """
     guards, passes, changes = Guards.of(source), _backward_functions(source), changing_functions(source)
     for nodes in source.scopes.values():

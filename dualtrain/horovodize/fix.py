@@ -58,7 +58,7 @@ def fix(arguments: Sequence[str]) -> int:
 
 
 def repair(source: Source, initialized: bool = True) -> Repaired:
-    """Make all safe repairs, one after another. Each repair removes findings and adds none.
+    """Make all safe repairs, one after another; each removes findings and adds none. Then change the imports, if possible.
 
     Args:
         source: the script.

@@ -71,8 +71,8 @@ def find_sources(names: Sequence[str]) -> Found:
 def _python_files(folder: str, unreadable: list[str]) -> Iterator[str]:
     """Yield the Python files below ``folder`` in order, except in hidden folders, virtual environments and ``_LEFT_OUT``.
 
-    Folders that cannot be read are added to ``unreadable``. The current folder is printed every ``_PROGRESS_PERIOD``
-    seconds.
+    Folders that cannot be read are added to ``unreadable``. The current folder is printed to standard error, at most
+    every ``_PROGRESS_PERIOD`` seconds.
 
     Raises:
         UserError: after the last folder, if there was no such file.

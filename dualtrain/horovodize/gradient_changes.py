@@ -81,7 +81,10 @@ def _reads_elements(source: Source, gradient: ast.Attribute) -> bool:
 
 
 def changing_functions(source: Source) -> set[str]:
-    """Return the names of the program's functions (not methods) that change gradients and do not average them."""
+    """Return the names of the program's functions that change gradients and do not average them.
+
+    Leave out methods, and names that a file defines several times or also assigns.
+    """
     return {name for file in source.files for name in file.once(_changing_functions_of)}
 
 

@@ -57,8 +57,8 @@ class Guards:
     def signature(self, test: ast.expr, depth: int = 0) -> tuple[bool, str] | None:
         """Return a normal form of ``test``: whether it is true on one rank only, and its comparison, as in "rank == 0".
 
-        Return None if ``test`` does not depend on the rank. Two conditions are opposites if their comparisons are equal and
-        the first elements differ.
+        Return None if ``test`` does not certainly separate one rank from all others. Two conditions are opposites if their
+        comparisons are equal and the first elements differ.
         """
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             inner = self.signature(test.operand, depth)
@@ -112,7 +112,7 @@ class Guards:
         return (guards, ends[0].value) if len(ends) == 1 and ends[0].value is not None else None
 
     def _tested_function(self, value: ast.expr, called: ast.expr) -> tuple[Guards, Function] | None:
-        """Return the function, or property, that is certainly evaluated for ``value``, and the guards of its file."""
+        """Return the function or property that is certainly evaluated for ``value``, and its file's guards; else None."""
         function = self.source.functions.get(last_name(called))
         if function is None:
             found = self.kinds.function(called) if isinstance(value, ast.Call) else None
@@ -174,7 +174,8 @@ class Guards:
     def is_conditional(self, node: ast.AST) -> bool:
         """Return whether ``node`` may be skipped or repeated, by a condition, a case, a loop or an exception handler.
 
-        A test of ``__name__`` does not count.
+        A test of ``__name__`` does not count. An earlier exit counts only if it is taken only without Horovod or with one
+        rank.
         """
         for above in self.source.above(node):
             if isinstance(above, ast.If) and "__name__" not in ast.unparse(above.test):
@@ -231,7 +232,10 @@ class Guards:
         )
 
     def _conditions(self, node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
-        """Yield each condition that decides whether ``node`` runs, and the value that the condition must have."""
+        """Yield each condition that decides whether ``node`` runs, and the value that the condition must have.
+
+        Conditions of loops are left out.
+        """
         below = node
         for above in self.source.above(node):
             if isinstance(below, ast.stmt):

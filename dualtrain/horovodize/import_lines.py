@@ -1,4 +1,7 @@
-"""Change all of a script's imports from ``horovod.torch`` to ``dualtrain.hvd``, or none of them."""
+"""Change a script's imports of Horovod to imports of dualtrain: all of them, or none.
+
+Imports of modules other than ``horovod.torch`` stay if they are guarded (``is_guarded``).
+"""
 
 from __future__ import annotations
 

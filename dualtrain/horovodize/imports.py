@@ -1,8 +1,8 @@
-"""Import hook: ``import horovod…`` in a script loads the modules of ``dualtrain.hvd``.
+"""Import hook: ``import horovod…`` in a script loads modules of dualtrain instead.
 
-The table ``REPLACEMENTS`` maps Horovod's modules to those of dualtrain. A script's child processes (``spawn``,
-``forkserver``) start without the hook but with the parent's ``sys.path``. So :func:`install` adds the folder ``children``
-to this path. The module ``horovod`` in this folder installs the hook in the child.
+The tables ``REPLACEMENTS`` and ``ENGINES`` map Horovod's modules to those of dualtrain. A script's child processes
+(``spawn``, ``forkserver``) start without the hook but with the parent's ``sys.path``. So :func:`install` adds the folder
+``children`` to this path. The module ``horovod`` in this folder installs the hook in the child.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from dualtrain.errors import UserError
 
-#: Module of dualtrain for each module of Horovod. Submodules are mapped accordingly.
+#: Modules of Horovod, and the module of dualtrain that replaces each. Submodules are mapped accordingly.
 REPLACEMENTS = {
     "horovod.torch": "dualtrain.hvd",
     "horovod.common.elastic": "dualtrain.hvd.elastic.common",
@@ -66,7 +66,7 @@ _ROOT = str(Path(__file__).parents[2])
 
 
 def home(name: str) -> str | None:
-    """Return the module of dualtrain that replaces the module ``name`` of Horovod, or None."""
+    """Return the module of dualtrain that replaces the module ``name`` of Horovod, or None. A submodule may not exist."""
     if name in ENGINES:
         return ENGINES[name][0]
     for old, new in REPLACEMENTS.items():
@@ -140,6 +140,8 @@ def _missing(name: str) -> str:
 def install() -> None:
     """Make ``import horovod.torch`` load ``dualtrain.hvd``, in this process and in its multiprocessing children.
 
+    Also make ``import torchvision`` work with a CPU build of torch (``torchvision_shim.py``).
+
     Raises:
         UserError: Horovod itself is already imported.
     """
@@ -157,7 +159,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Remove the hook and the modules imported through it. Horovod itself can then be imported."""
+    """Remove the hook and the ``horovod`` modules that it loaded. Horovod itself can then be imported."""
     if _FINDER not in sys.meta_path:
         return
     sys.meta_path.remove(_FINDER)

@@ -42,7 +42,8 @@ def runs_on_driver(source: Source, node: ast.AST) -> bool:
 def nodes_after(source: Source, first: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes that run after ``first``.
 
-    These include functions that are called later, and the code after calls of the function that contains ``first``.
+    These include the nodes of functions that are called later, and of the code after calls of the function that contains
+    ``first``.
     """
     seen: set[Scope] = set()
     for node in _following_with_callers(source, first, depth=0):
@@ -83,7 +84,7 @@ def called(source: Source, call: ast.Call) -> Function | None:
 
 
 def calls_of(source: Source, function: Scope) -> Iterator[ast.Call]:
-    """Yield the calls of ``function`` in the script; for ``__init__``, the calls of its class."""
+    """Yield the calls of ``function`` in the script; for ``__init__``, the calls of its class. A module has none."""
     parent = source.parents.get(function)
     if isinstance(parent, ast.ClassDef) and getattr(function, "name", "") == "__init__":
         yield from (call for call in source.calls if source.constructs(call, parent))

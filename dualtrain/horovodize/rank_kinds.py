@@ -102,8 +102,8 @@ class RankKinds:
     def function(self, called: ast.expr) -> tuple[RankKinds, Function] | None:
         """Return the function of the program that ``called`` names, with the kinds of its file; None if it is unknown.
 
-        Leave out methods. A function of another file counts if only one file defines it, and if its name, or the name of a
-        module, is imported.
+        Leave out methods, and names that are defined several times or also assigned. A function of another file counts if
+        only one file defines it, and if its name, or the name of a module, is imported.
         """
         name = last_name(called)
         if isinstance(called, ast.Name) and name in self.source.functions:
