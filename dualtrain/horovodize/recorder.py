@@ -252,15 +252,15 @@ class Recorder:
         tensors = [[group, name, p.numel(), summary(p)] for group, name, p in found]
         self.record.write("state", tensors=tensors)
 
-    def end(self, reason: str, status: int, **more: Any) -> None:
-        """Write the last lines: the script's end, its peak memory and, unless it failed or took no step, the weights."""
+    def end(self, reason: str, status: int, **texts: Any) -> None:
+        """Write the last lines: the weights, unless ``reason`` is "error" or there was no step; peak memory; the end."""
         memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         torch = sys.modules.get("torch")
         gpu = torch.cuda.max_memory_allocated() if torch is not None and torch.cuda.is_initialized() else 0
         if reason != "error" and any(self.counts):
             self._write_state()  # after the peak memory was read, because the summaries may increase it
         facts = {"steps": self.counts, "memory": memory, "gpu_memory": gpu, "defects": _defects()}
-        self.record.write("end", reason=reason, status=status, first_defect=self._first_defect, **dict(facts, **more))
+        self.record.write("end", reason=reason, status=status, first_defect=self._first_defect, **dict(facts, **texts))
 
     def _leave(self) -> None:
         """End this process, and so the script. All ranks call this at the same time.
@@ -283,8 +283,9 @@ class Recorder:
     def _meet(self) -> None:
         """Wait until all ranks have reached this point: if this rank exits earlier, the last step of others may fail.
 
-        Wait for at most ``END_SECONDS``; if another rank has ended, don't wait. If the sum is below the size, a rank waits
-        in join(), and has added zero. Then join too, so that the waiting rank goes on to ``_is_end_of_any_rank``.
+        Wait for at most ``END_SECONDS``; if another rank has ended, don't wait. Each rank adds 1 to a sum. If the sum is
+        below the size, a rank waits in join(), and has added zero. Then join too, so that the waiting rank goes on to
+        ``_is_end_of_any_rank``.
         """
         import torch
 

@@ -1,4 +1,4 @@
-"""Lines of the script that may explain a difference: findings of ``--check`` that can change numbers."""
+"""Lines of the script that may explain a difference: findings of ``--check`` on code that can change numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dualtrain.horovodize.rules import Rule, ranks, single_calls, steps, weights
 from dualtrain.horovodize.source import Source
 from dualtrain.horovodize.wrapped_names import make_program
 
-#: Rules whose findings can change numbers, the likeliest cause first.
+#: Rules on code that can change numbers, the likeliest cause first.
 CAUSES: tuple[Rule, ...] = (
     steps.clip_before_synchronize,
     steps.scaler_before_synchronize,
@@ -57,7 +57,10 @@ def likely_causes(program: Sequence[str]) -> list[str]:
 
 
 def _findings(source: Source) -> list[list[str]]:
-    """Return, for each rule, the lines with a finding, and their messages."""
+    """Return, for each rule, the lines with a finding, and their messages.
+
+    Leave out lines that run only without Horovod or with one rank; return no lines if the code is nested too deeply.
+    """
     try:
         off = Guards.of(source).lines_without_horovod()
         found = [sorted(rule(source), key=lambda each: each.line) for rule in CAUSES]

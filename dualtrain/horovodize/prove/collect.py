@@ -23,7 +23,8 @@ def collect(job: Job, rounds: int, recorded: RunRecord | None) -> Evidence:
     - A run with dualtrain that reproduces Horovod's defects. If the script meets none of them, this run also counts as the
       run without defects.
     - If the script meets some, a run with dualtrain without defects, which is shorter if that is enough. If a shorter run
-      finds no difference, a full one follows. If the run with defects fails, a full run without them.
+      finds no difference, or the run with defects ends differently than Horovod's, a full one follows.
+    - If the run with defects fails, a full run without them.
     - If both sides agree, the other rounds. They only measure the speed; the side that runs first alternates.
     - If the weights differ, but optimizers, steps and exit status do not, a second run on Horovod, and one with dualtrain
       if ``rounds`` is above 1 and steps are left, or if Horovod's run was recorded. They show whether runs of the same side
@@ -76,7 +77,7 @@ class _Runs:
         return plan.marks(self.evidence.horovod[0])
 
     def first(self) -> None:
-        """Run the script in full on each side and, if it meets defects of Horovod, again without them."""
+        """Run the script in full on each side and, if it meets defects of Horovod or fails with them, without them too."""
         evidence = self.evidence
         if not evidence.recorded:
             evidence.horovod.append(self._run("Horovod"))
@@ -171,7 +172,7 @@ def _equal_so_far(horovod: RunRecord, other: RunRecord) -> bool:
 
 
 def run(job: Job, side: Side, title: str, compat: bool = False) -> RunRecord:
-    """Run the script once, and print its number of steps and its duration to standard error."""
+    """Run the script once, print its number of steps and its duration to standard error, and return its record."""
     began = time.monotonic()
     found = job.record(side, title.replace(",", "").replace(" ", "-"), compat=compat)
     show(f"{title}: {found.steps} steps, {time.monotonic() - began:.1f} s", sys.stderr)

@@ -69,7 +69,7 @@ def print_recorder(arguments: Sequence[str]) -> int:
 
 
 def prove(arguments: Sequence[str]) -> int:
-    """Run ``--prove`` with these arguments. Return the exit status."""
+    """Run ``--prove`` with these arguments. Return the exit status; raise SystemExit after ``--help`` or a signal."""
     try:
         given = _parse(arguments)
         with ending_by_signals("the script's runs are ended, and nothing was compared"):
@@ -85,6 +85,7 @@ def prove(arguments: Sequence[str]) -> int:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the parsed arguments. Raise UserError if they are wrong, and SystemExit after ``--help``."""
     parser = parser_of("dualtrain.horovodize --prove", str(__doc__))
     parser.add_argument("--nproc", type=ranks_of_host, help="ranks on this host (default: 2, or as many as were recorded)")
     parser.add_argument(
@@ -144,6 +145,7 @@ def _check_file(path: Path) -> None:
 
 
 def _prove(given: argparse.Namespace) -> int:
+    """Make the record or the comparison, and return the exit status. Raises RunError, or UserError."""
     recorded = None if given.against is None else _complete_record(given.against)
     if recorded is None:
         require_horovod()
@@ -177,7 +179,7 @@ def _ranks_steps_and_seed(given: argparse.Namespace, recorded: RunRecord | None)
 
 
 def _complete_record(folder: Path) -> RunRecord:
-    """Return the record in ``folder``; raise UserError if the script failed, was killed or took no step."""
+    """Return the record in ``folder``; raise UserError if a rank failed, was killed or took no step, or on a read error."""
     recorded = read_record(folder)
     for number, rank in enumerate(recorded.ranks):
         on = f"in the record {str(folder)!r}, rank {number}"

@@ -96,6 +96,7 @@ def different_tensors(one: RunRecord, other: RunRecord) -> tuple[int, str, str] 
 
 
 def _first(one: OptimizerRecord, other: OptimizerRecord, number: int, rank: int) -> Difference | None:
+    """Return the first difference after a step of optimizer ``number`` on ``rank``; ``None`` if there is none."""
     marks = sorted(one.weights.keys() & other.weights.keys())
     for step in range(min(one.steps, other.steps) + 1):
         differing = _tensors_that_differ(one, other, step)

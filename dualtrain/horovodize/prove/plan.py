@@ -84,6 +84,7 @@ def plain_steps(summary_steps: list[int], first_defect: int, left: int) -> int:
 
 
 def _last(summary_steps: list[int], left: int) -> int:
+    """Return the last of the ``summary_steps`` that ``left`` allows, or the first one if it allows none."""
     return max((mark for mark in summary_steps if mark <= left), default=summary_steps[0])
 
 

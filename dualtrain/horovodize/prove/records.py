@@ -33,7 +33,7 @@ class StateTensor(NamedTuple):
 
 @dataclass
 class Weights:
-    """The weights of an optimizer after a step, and the options of its parameter groups."""
+    """The weights of an optimizer after a step, or before the first one, and the options of its parameter groups."""
 
     tensors: list[Summary]
     options: list[dict[str, Any]]
