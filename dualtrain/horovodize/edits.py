@@ -118,16 +118,16 @@ class Layout:
 
         Return no edits if the only argument is a generator expression, or the last argument is in parentheses.
         """
-        given: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
+        arguments: list[ast.expr | ast.keyword] = [*call.args, *call.keywords]
         close = self.end(call) - 1
-        if not given:
+        if not arguments:
             return [Edit(close, close, ", ".join(keywords))]
-        if isinstance(given[0], ast.GeneratorExp) and len(given) == 1:
+        if isinstance(arguments[0], ast.GeneratorExp) and len(arguments) == 1:
             return []
-        end = max(self.end(part) for part in given)
+        end = max(self.end(part) for part in arguments)
         if re.sub(r"#[^\r\n]*", "", self.text[end:close]).strip() not in ("", ","):
             return []  # parentheses around the last argument
-        last = max(given, key=self.end)
+        last = max(arguments, key=self.end)
         number, prefix = self._line_of(self.start(last))
         own_line = not prefix.strip() and self._starts[number] > self.start(call)
         separator = f",{self._line_end}{prefix}" if own_line else ", "

@@ -35,8 +35,8 @@ def runs_on_driver(source: Source, node: ast.AST) -> bool:
     """
     if not (source.once(starts_ranks) or any(map(_DRIVERS.match, source.imported_names))):
         return False
-    own = source.scopes[source.scope(node)]
-    return not any(isinstance(part, ast.Call) and source.hvd(part.func) for part in own)
+    nodes = source.scopes[source.scope(node)]
+    return not any(isinstance(part, ast.Call) and source.hvd(part.func) for part in nodes)
 
 
 def nodes_after(source: Source, first: ast.AST) -> Iterator[ast.AST]:
@@ -72,14 +72,14 @@ def called(source: Source, call: ast.Call) -> Function | None:
     """
     function = source.functions.get(last_name(call.func))
     if function is None:
-        made = [one for one in source.classes if isinstance(call.func, ast.Name) and one.name == call.func.id]
-        parts = (part for one in made for part in one.body if isinstance(part, Function))
+        classes = [one for one in source.classes if isinstance(call.func, ast.Name) and one.name == call.func.id]
+        parts = (part for one in classes for part in one.body if isinstance(part, Function))
         return next((part for part in parts if part.name == "__init__"), None)
     method = isinstance(source.parents[function], ast.ClassDef)
     if isinstance(call.func, ast.Attribute):
         owner = call.func.value
-        own = isinstance(owner, ast.Name) and owner.id in ("self", "cls")
-        return function if method and (own or source.is_instance(owner, source.parents[function])) else None
+        on_self = isinstance(owner, ast.Name) and owner.id in ("self", "cls")
+        return function if method and (on_self or source.is_instance(owner, source.parents[function])) else None
     return None if method else function
 
 

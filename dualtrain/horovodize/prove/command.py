@@ -71,9 +71,9 @@ def print_recorder(arguments: Sequence[str]) -> int:
 def prove(arguments: Sequence[str]) -> int:
     """Run ``--prove`` with these arguments. Return the exit status; raise SystemExit after ``--help`` or a signal."""
     try:
-        given = _parse(arguments)
+        args = _parse(arguments)
         with ending_by_signals("the script's runs are ended, and nothing was compared"):
-            return _prove(given)
+            return _prove(args)
     except UserError as error:
         print_error(error)
         return 2
@@ -114,19 +114,19 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("script", help="path of the script, or name of the module after -m")
     rest = parser.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     rest.required = False  # as in newer versions of Python: it may be empty
-    given = parser.parse_args(list(arguments))
-    if given.record is not None and given.against is not None:
+    args = parser.parse_args(list(arguments))
+    if args.record is not None and args.against is not None:
         raise UserError("--record runs only Horovod and --against only dualtrain: give one of them")
-    if not given.module and not os.path.isfile(given.script):
-        raise UserError(f"cannot read the script {given.script!r} (no such file): check its path")
-    if given.record is not None and (given.json or given.html):
+    if not args.module and not os.path.isfile(args.script):
+        raise UserError(f"cannot read the script {args.script!r} (no such file): check its path")
+    if args.record is not None and (args.json or args.html):
         raise UserError("--record compares nothing: give --json and --html with --against")
-    if given.record is not None:
-        _check_new(given.record)
-    for path in (given.json, given.html):
+    if args.record is not None:
+        _check_new(args.record)
+    for path in (args.json, args.html):
         if path is not None:
             _check_file(path)
-    return given
+    return args
 
 
 def _given_path(text: str) -> Path:
@@ -144,27 +144,27 @@ def _check_file(path: Path) -> None:
         raise UserError(f"cannot write to {str(above)!r}: name a file in another folder")
 
 
-def _prove(given: argparse.Namespace) -> int:
+def _prove(args: argparse.Namespace) -> int:
     """Make the record or the comparison, and return the exit status. Raises RunError, or UserError."""
-    recorded = None if given.against is None else _complete_record(given.against)
+    recorded = None if args.against is None else _complete_record(args.against)
     if recorded is None:
         require_horovod()
-    nproc, steps, seed = _ranks_steps_and_seed(given, recorded)
-    program = (*(["-m"] if given.module else []), given.script, *given.arguments)
+    nproc, steps, seed = _ranks_steps_and_seed(args, recorded)
+    program = (*(["-m"] if args.module else []), args.script, *args.arguments)
     with workspace() as space:
-        job = Job(program, nproc, steps, seed, given.timeout, space)
-        if given.record is not None:
-            _record_only(job, given.record)
+        job = Job(program, nproc, steps, seed, args.timeout, space)
+        if args.record is not None:
+            _record_only(job, args.record)
             return 0
-        evidence = collect(job, given.rounds, recorded)
+        evidence = collect(job, args.rounds, recorded)
     verdict = verdict_of(evidence, [] if evidence.failure else likely_causes(program))
-    _report(given, evidence, verdict)
+    _report(args, evidence, verdict)
     return verdict.status
 
 
-def _ranks_steps_and_seed(given: argparse.Namespace, recorded: RunRecord | None) -> tuple[int, int, int | None]:
+def _ranks_steps_and_seed(args: argparse.Namespace, recorded: RunRecord | None) -> tuple[int, int, int | None]:
     """Return the number of ranks, the number of steps, and the seed. Raises UserError if the record has different ones."""
-    nproc, steps, seed = given.nproc, given.steps, given.seed
+    nproc, steps, seed = args.nproc, args.steps, args.seed
     if recorded is not None:
         start = recorded.ranks[0].start
         if nproc not in (None, recorded.size):
@@ -220,21 +220,21 @@ def _record_only(job: Job, folder: Path) -> None:
     show(f"recorded {run.steps} steps of {run.size} ranks on {run.library} in {folder}; compare with --against")
 
 
-def _report(given: argparse.Namespace, evidence: Evidence, verdict: Verdict) -> None:
+def _report(args: argparse.Namespace, evidence: Evidence, verdict: Verdict) -> None:
     """Write the requested files, and print the results. Raises UserError, after printing, if a file cannot be written."""
     lines = [*text_table(table(evidence)), "", *verdict.details, verdict.line]
     try:
-        if given.json is not None:
-            write_json(given.json, _all_facts(given, evidence, verdict))
-        if given.html is not None:
+        if args.json is not None:
+            write_json(args.json, _all_facts(args, evidence, verdict))
+        if args.html is not None:
             from dualtrain.horovodize.prove.page import page
 
-            write_whole(given.html, page(given.script, evidence, verdict).encode())
+            write_whole(args.html, page(args.script, evidence, verdict).encode())
     except OSError as error:
         raise UserError(f"cannot write {error.filename or 'the results'} ({error.strerror}): name another file") from None
     finally:
         show("\n".join(printable(line) for line in lines))
 
 
-def _all_facts(given: argparse.Namespace, evidence: Evidence, verdict: Verdict) -> dict[str, Any]:
-    return {"script": given.script, "arguments": given.arguments, **facts(evidence, verdict)}
+def _all_facts(args: argparse.Namespace, evidence: Evidence, verdict: Verdict) -> dict[str, Any]:
+    return {"script": args.script, "arguments": args.arguments, **facts(evidence, verdict)}

@@ -185,8 +185,8 @@ def _is_known_at(source: Source, value: ast.expr, wrap: ast.Call, step: ast.Call
     if not isinstance(root, ast.Name) or root.id == "self":
         return False
     here, there = source.scope(step), source.scope(wrap)
-    given = _has_parameter(here, root.id) and _has_parameter(there, root.id)
-    homes = {here, there} if given else {here, there, source.tree}
+    is_parameter = _has_parameter(here, root.id) and _has_parameter(there, root.id)
+    homes = {here, there} if is_parameter else {here, there, source.tree}
     assigned = [
         statement
         for target, _, statement in source.assignments
@@ -199,7 +199,7 @@ def _is_known_at(source: Source, value: ast.expr, wrap: ast.Call, step: ast.Call
         homes = {source.scope(one) for one in assigned}
         return _has_parameter(there, root.id) or bool(homes & {there, source.tree})
     local = [one for one in assigned if source.scope(one) is not source.tree]
-    if given:
+    if is_parameter:
         return True
     at_top = [one for one in early if source.parents[one] is source.tree]
     return bool(at_top) and not local and not (_has_parameter(here, root.id) or _has_parameter(there, root.id))

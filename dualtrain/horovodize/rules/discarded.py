@@ -97,10 +97,10 @@ def _returned_collective(source: Source, function: Function) -> str:
         for part in body
     )
     names = [name for call in calls_in(*body) if (name := source.hvd(call.func))]
-    own = [name for name in names if name in OUT_OF_PLACE]
+    collectives = [name for name in names if name in OUT_OF_PLACE]
     returns = any(isinstance(part, ast.Return) and part.value is not None for part in body)
-    only_these = set(names) <= {*own, *RANK_NAMES}
-    return own[0] if simple and returns and own and only_these and function.args.args else ""
+    only_these = set(names) <= {*collectives, *RANK_NAMES}
+    return collectives[0] if simple and returns and collectives and only_these and function.args.args else ""
 
 
 def _edits_to_use_result(source: Source, call: ast.Call, name: str) -> list[Edit]:
@@ -125,13 +125,13 @@ def _is_used_by_backward(source: Source, call: ast.Call, value: ast.expr) -> boo
 
     For a broadcast, which scripts use to make a tensor equal on all ranks, only ``value.backward()`` counts.
     """
-    own, text = source.scopes[source.scope(call)], ast.unparse(value)
+    nodes, text = source.scopes[source.scope(call)], ast.unparse(value)
     passes = {"backward", *(name for name, calls in source.called_names if "backward" in calls)}
     last = max(
-        (one.end_lineno or 0 for one in own if isinstance(one, ast.Call) and last_name(one.func) in passes), default=0
+        (one.end_lineno or 0 for one in nodes if isinstance(one, ast.Call) and last_name(one.func) in passes), default=0
     )
     start = (call.end_lineno or call.lineno, call.end_col_offset or 0)
-    reads = [one for one in own if isinstance(one, ast.Name | ast.Attribute) and ast.unparse(one) == text]
+    reads = [one for one in nodes if isinstance(one, ast.Name | ast.Attribute) and ast.unparse(one) == text]
     if source.hvd(call.func).startswith("broadcast"):
         reads = [one for one in reads if last_name(source.parents[one]) == "backward"]
     return any((one.lineno, one.col_offset) > start and one.lineno <= last and not is_stored(one) for one in reads)
@@ -188,8 +188,8 @@ def _is_copy_read_later(source: Source, call: ast.Call, value: ast.expr | None) 
     """
     if not isinstance(value, ast.Name):
         return False
-    made = [(given, at) for target, given, at in source.assignments if target == value.id]
-    values = [given for given, at in made if not isinstance(at, ast.AugAssign)]
+    assigned = [(given, at) for target, given, at in source.assignments if target == value.id]
+    values = [given for given, at in assigned if not isinstance(at, ast.AugAssign)]
     if not values or not all(_copies_variable(source, one) for one in values):
         return False
     scope, later = source.scope(call), call.end_lineno or call.lineno

@@ -91,8 +91,8 @@ def _combines(source: Source, call: ast.Call) -> bool:
 def _drops_last(source: Source, sampler: ast.Call) -> bool:
     """Return whether the loaders with ``sampler`` leave out an incomplete last batch, and with it the repeated samples."""
     names = {target for target, value, _ in source.assignments if value is sampler}
-    given = [(call, keyword(call, "sampler")) for call in source.calls]
-    values = [(call, arm) for call, value in given if value is not None for arm in arms(value)]
+    passed = [(call, keyword(call, "sampler")) for call in source.calls]
+    values = [(call, arm) for call, value in passed if value is not None for arm in arms(value)]
     loaders = [call for call, value in values if value is sampler or ast.unparse(value) in names]
     drops = [keyword(loader, "drop_last") for loader in loaders]
     return bool(drops) and all(is_bool(value, True) for value in drops)
@@ -101,11 +101,11 @@ def _drops_last(source: Source, sampler: ast.Call) -> bool:
 def is_for_evaluation(source: Source, call: ast.Call) -> bool:
     """Return whether names or uses indicate that ``call`` makes a sampler or loader for validation or test data."""
     loader = loader_around(source, call)
-    made = call if loader is None else loader
-    target = next((name for name, value, _ in source.assignments if value is made), "")
+    outer = call if loader is None else loader
+    target = next((name for name, value, _ in source.assignments if value is outer), "")
     data = first_argument(call, "dataset")
-    given = "" if data is None else ast.unparse(data)
-    names = f"{target} {given}".lower()
+    text = "" if data is None else ast.unparse(data)
+    names = f"{target} {text}".lower()
     if _EVALUATION.search(names) and not _TRAINING.search(target.lower()):
         return True
     sampler = target if loader is None else ast.unparse(call)

@@ -76,15 +76,15 @@ def _share_model(source: Source, ddp: ast.Call, wrap: ast.Call) -> bool:
     If the two calls are in different functions, one function must call the other in all runs, and the model must be an
     attribute of ``self``.
     """
-    own, module = models_of_optimizer(source, wrap), first_argument(ddp, "module")
+    models, module = models_of_optimizer(source, wrap), first_argument(ddp, "module")
     names = [target for target, value, _ in source.assignments if value is ddp]
     one, other = source.scope(ddp), source.scope(wrap)
     if one is not other:
         calls = [call for a, b in ((one, other), (other, one)) for call in calls_of(source, b) if source.scope(call) is a]
         certain = any(not Guards.of(source).is_conditional(call) for call in calls)
-        return certain and any(name.startswith("self.") and name in own for name in names)
+        return certain and any(name.startswith("self.") and name in models for name in names)
     names += [ast.unparse(module)] if isinstance(module, ast.Name | ast.Attribute) else []
-    return not (own and names) or any(are_related(source, one, other) for one in names for other in own)
+    return not (models and names) or any(are_related(source, one, other) for one in names for other in models)
 
 
 _DDP = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
