@@ -49,17 +49,17 @@ _CURES = {
     **dict.fromkeys(("Python", "torch", "dualtrain", "Horovod"), _SAME_VERSIONS),
     "kind of device": "give all ranks a GPU each, or --device cpu",
 }
-_SAMPLES = 16  # number of samples of each split that are compared
+_SAMPLES = 16  # largest number of samples of each split that are compared
 _UNREADABLE = "unreadable"  # takes the place of a checksum if a sample cannot be read; the reason follows
 _SECONDS = 5.0  # after this time, no further sample is read for the comparison
 #: Number of samples that are read again only for a warning. It is small, so that this reading hardly ever lasts
 #: ``_SECONDS``. Each reading advances the random generator of a dataset that has one: if the number of samples depended on
 #: time, two equal runs would get different samples.
-_AGAIN = 8
+_SAMPLES_READ_AGAIN = 8
 
 
 def compare_settings(settings: Mapping[str, Any], backend: Backend) -> None:
-    """Check that all ranks have the same settings, versions and kind of device. Collective; blocks.
+    """Check that all ranks have the same settings (except ``MAY_DIFFER``), versions and kind of device. Collective; blocks.
 
     Different processors cause one warning, since they round differently.
 
@@ -85,7 +85,8 @@ def compare_settings(settings: Mapping[str, Any], backend: Backend) -> None:
 def compare_task(task: Task, backend: Backend) -> None:
     """Check that all ranks have the same data: sizes and classes, then some samples of each split. Collective; blocks.
 
-    Sets the task's ``checksums``.
+    Sets the task's ``checksums``. Different samples cause only a warning if the dataset gives different values at each
+    read, or if it computes the samples and the processors differ.
 
     Raises:
         RanksDifferError: on every rank; names what differs, or which sample some ranks cannot read.
@@ -99,7 +100,7 @@ def compare_task(task: Task, backend: Backend) -> None:
 def changed_samples(task: Task, old_checksums: Mapping[str, object]) -> Iterator[tuple[str, bool]]:
     """Yield, for the first changed sample of each split, the sample's name and the split's ``Source.stored``.
 
-    Splits whose samples differ at each read are left out.
+    Samples that could not be read, and splits whose samples differ at each read, are left out.
 
     Args:
         task: the data, with their checksums.
@@ -160,7 +161,7 @@ def compare_arguments(backend: Backend, call: str, values: Mapping[str, object])
 
 
 def _require_same(backend: Backend, what: str, read: Callable[[], Mapping[str, object]], cure: str) -> None:
-    """Compare the result of ``read``, the versions and the processors between ranks. Collective; blocks.
+    """Compare the result of ``read``, versions, kinds of device and processors between ranks. Collective; blocks.
 
     Different processors cause only a warning, any other difference a RanksDifferError on every rank.
     """
@@ -201,7 +202,10 @@ def _sizes(task: Task) -> dict[str, Any]:
 
 
 def _compare_samples(backend: Backend, title: str, source: Source, cure: str) -> dict[str, str]:
-    """Check that all ranks have the same samples of a split; return the checksums of this rank's samples. Collective."""
+    """Compare samples of a split between the ranks; return the checksums of this rank's samples. Collective.
+
+    Raises RanksDifferError on every rank if they differ. If equal data can have different checksums, rank 0 warns instead.
+    """
     what = f"{title} data"
     first: dict[str, str] = {}
 
@@ -236,7 +240,7 @@ def _warn_if_random(title: str, source: Source, checksums: Mapping[str, str]) ->
 
     The usual cause is a generator in the dataset that has the same seed on every rank.
     """
-    if not _repeats(title, source, checksums, _AGAIN):
+    if not _repeats(title, source, checksums, _SAMPLES_READ_AGAIN):
         warn_once(
             f"the {title} dataset gives a different value each time that a sample is read: results depend on the numbers "
             "of ranks and workers, and on restarts; draw random numbers from the global generators of torch, numpy or "
@@ -291,6 +295,7 @@ def _checksums(title: str, source: Source, limit: int = _SAMPLES) -> dict[str, s
 
 
 def _lazily(source: Source, numbers: list[int]) -> Iterator[Any]:
+    """Yield the samples ``numbers``. The first ``next()`` raises the errors of :func:`contents_of` itself."""
     yield from contents_of(source, numbers)
 
 

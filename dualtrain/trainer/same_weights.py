@@ -37,7 +37,7 @@ def compare_weights(
 ) -> None:
     """Compare ``values``, and the parameters and learning rates in ``groups``, between the ranks. Collective; blocks.
 
-    ``check``, if given, is called first. An error that it raises is raised on every rank.
+    ``check``, if given, is called first. If it raises an error, every rank raises an error, see below.
 
     Rounding differs between ranks that have different processors or numbers of threads, and on GPUs, on which some
     operations add in a random order. In these cases, parameters that agree in half of their digits cause only a warning.
@@ -57,22 +57,22 @@ def compare_weights(
         return {**own, **checksums(parameters), _THREADS: torch.get_num_threads(), **processor(backend)}
 
     found = compare(backend, "weights", read)
-    given = [one for one in found if one.name in own]
-    unlike = [one for one in found if one.name in (_THREADS, *PROCESSOR)]
+    unequal = [one for one in found if one.name in own]
+    causes_of_rounding = [one for one in found if one.name in (_THREADS, *PROCESSOR)]
     different = [one for one in found if one.name in parameters]
-    if given:
+    if unequal:
         raise RanksDifferError(
-            f"the ranks have different values for the same step: {in_words(given)}; use the same values on every rank"
+            f"the ranks have different values for the same step: {in_words(unequal)}; use the same values on every rank"
         )
     if not different:
         return
     text = in_words(different)
-    if unlike or any(p.is_cuda for p in parameters.values()):
+    if causes_of_rounding or any(p.is_cuda for p in parameters.values()):
         far = _far_apart(backend, {one.name: parameters[one.name] for one in different})
         if far is None:
             if backend.rank == 0:
                 # Leave out the checksums: they differ after each step, so each warning would have a new text.
-                reason = in_words(unlike) if unlike else "GPUs may add numbers in any order"
+                reason = in_words(causes_of_rounding) if causes_of_rounding else "GPUs may add numbers in any order"
                 warn_once(f"the weights of the ranks differ slightly, because {reason}")
             return
         text += f"; {far}; rounding would cause a smaller difference"
@@ -97,8 +97,8 @@ def _far_apart(backend: Backend, parameters: Mapping[str, nn.Parameter]) -> str 
         first = backend.broadcast(p.detach(), name=f"weights for {name}")
         wide = torch.promote_types(p.dtype, torch.float32)
         own, first = p.to(wide), first.to(wide)
-        # Equal elements count as no difference, also if they are infinite. The norm leaves out infinite elements, because
-        # an infinite norm would allow any difference.
+        # Equal elements count as no difference, also if they are infinite. The norm leaves out elements that are not
+        # finite, because an infinite norm would allow any difference.
         difference = (own - first).masked_fill(own == first, 0).norm().item()
         norm = first.masked_fill(~first.isfinite(), 0).norm().item()
         epsilon = torch.finfo(p.dtype).eps if p.is_floating_point() or p.is_complex() else 0.0
@@ -123,7 +123,10 @@ def checksums(tensors: Mapping[T, torch.Tensor]) -> dict[T, int]:
 
 
 def _checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the bytes of ``tensor``, read as 64-bit integers, as a tensor without dimensions."""
+    """Return the sum of the bytes of ``tensor``, read as 64-bit integers, as a tensor without dimensions.
+
+    The last bytes, fewer than eight, are added one by one.
+    """
     data = as_bytes(tensor)
     whole = data[: data.numel() // 8 * 8]
     whole = whole.clone() if whole.storage_offset() % 8 else whole

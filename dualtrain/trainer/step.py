@@ -37,7 +37,7 @@ class Step:
 
     @property
     def loss(self) -> float:
-        """The mean loss."""
+        """The mean loss; NaN if the total weight is 0."""
         return metrics(self.totals, "")["loss"]
 
     @property

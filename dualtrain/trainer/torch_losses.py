@@ -25,10 +25,10 @@ class TorchCrossEntropy:
     def __init__(self, loss: nn.CrossEntropyLoss | nn.NLLLoss, compiled: Callable[..., Any] | None = None) -> None:
         self._loss = loss
         self._compute: Callable[..., Any] = loss if compiled is None else compiled
-        self._without_counts = Adapted(self._compute, self.count)
+        self._loss_only = Adapted(self._compute, self.count)
         self._weighted = loss.weight is not None or loss.ignore_index != IGNORED
         plain = not self._weighted and compiled is None
-        self._counting = CrossEntropy(loss.label_smoothing) if isinstance(loss, nn.CrossEntropyLoss) and plain else None
+        self._default_loss = CrossEntropy(loss.label_smoothing) if isinstance(loss, nn.CrossEntropyLoss) and plain else None
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
         """See :class:`Objective`. A target has weight 1, or the weight of its class; the accuracy uses these weights too.
@@ -41,13 +41,13 @@ class TorchCrossEntropy:
         if the loss has ``weight``, or an ``ignore_index`` other than -100.
         """
         if targets.is_floating_point() or outputs.dim() < 2:
-            return self._without_counts(outputs, targets)
+            return self._loss_only(outputs, targets)
         if targets.dtype != torch.int64:  # torch accepts uint8 too, which cannot select class weights
             targets = targets.long()
         if outputs.dim() > 2 and not self._weighted:
             return self._of_kept_targets(outputs, targets)
-        if self._counting is not None:
-            return self._counting(outputs, targets)
+        if self._default_loss is not None:
+            return self._default_loss(outputs, targets)
         loss: torch.Tensor = self._compute(outputs, targets)
         with torch.no_grad():
             kept = targets != self._loss.ignore_index
@@ -71,7 +71,7 @@ class TorchCrossEntropy:
 
     @staticmethod
     def count(targets: torch.Tensor) -> int:
-        """Return the number of targets, ignored or not. For class probabilities, each distribution is one target."""
+        """Return the number of targets, ignored or not. In a batch of class probabilities, each distribution is one."""
         rows = targets.is_floating_point() and targets.dim() > 1
         return targets.numel() // (targets.shape[1] if rows else 1)
 
@@ -92,7 +92,10 @@ _OF_ELEMENTS = (
 
 
 def _uncompiled(loss: Any) -> Any:
-    """Return the loss from which ``torch.compile`` has made ``loss``; ``loss`` itself if it is not compiled."""
+    """Return the loss from which ``torch.compile`` has made ``loss``; ``loss`` itself if it is not compiled.
+
+    In a ``functools.partial``, replace a compiled function by the original one.
+    """
     if isinstance(loss, nn.Module):
         return getattr(loss, "_orig_mod", loss)  # a private name, the same in torch 2.5 to 2.15
     # torch.compile puts one or two functions of its own around the given one. A function's globals may lack __name__.
@@ -105,14 +108,17 @@ def _uncompiled(loss: Any) -> Any:
 
 
 def _as_module(loss: Loss | Objective) -> Loss | Objective:
-    """Return the ``nn.Module`` for a function in ``_MODULES`` or a ``functools.partial`` of one; else return ``loss``."""
+    """Return the ``nn.Module`` for a function in ``_MODULES``, also with options in a ``partial``; else ``loss``."""
     function, options = (loss.func, loss.keywords) if isinstance(loss, partial) and not loss.args else (loss, {})
     module_class = _MODULES.get(function) if isinstance(function, types.FunctionType) else None
     return module_class(**options) if module_class is not None else loss
 
 
 def _reduction(loss: Loss | Objective) -> object:
-    """Return the option ``reduction`` of a loss of torch: of a module, or of a function in ``functools.partial``."""
+    """Return the option ``reduction`` of a loss of torch: of a module, or of a function in ``functools.partial``.
+
+    Return ``None`` for a function without this option, and for other losses.
+    """
     if isinstance(loss, partial):
         return loss.keywords.get("reduction") if getattr(loss.func, "__module__", "") == functional.__name__ else None
     forward = getattr(type(loss), "forward", None)

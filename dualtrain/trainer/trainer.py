@@ -58,7 +58,9 @@ from dualtrain.trainer.virtual_ranks import VirtualRanks
 
 
 class Trainer:
-    """A model in training on every rank of ``backend``. Construction is collective, and broadcasts rank 0's weights.
+    """A model in training on every rank of ``backend``.
+
+    Construction is collective, and broadcasts rank 0's weights and buffers.
 
     Args:
         model: a model on the backend's device; ``optimizer`` has its parameters.
@@ -79,14 +81,14 @@ class Trainer:
         compress: the dtype in which gradients are sent: ``"none"``, ``"fp16"`` or ``"bf16"``.
         forward: computes the outputs in place of ``model``: the compiled model, an ``nn.DataParallel`` of it, or a function
             that calls ``model``.
-        measure: called with (inputs, targets) in training, in place of ``forward`` and ``loss``. Returns what ``loss`` may
-            return.
+        measure: called with (inputs, targets) in training, in place of ``forward`` and ``loss``. Returns the mean loss over
+            ``len(targets)`` samples, or the pair that an ``Objective`` returns.
         virtual_ranks: how many shards a step is split into. The resulting model has the same bits on any number of ranks,
             over any backend and transport, if the kind of processor and torch's number of threads are the same. With
             several threads, or on a GPU, call ``torch.use_deterministic_algorithms(True)`` too: without it, some
             operations give different bits each time. With ``None``, a step has one part on each rank, and no shards.
         seed: with ``virtual_ranks``, the seed of all random numbers in forward passes. The generators of torch, numpy and
-            Python are seeded before each shard and after each step; after a step they are equal on all ranks. If a
+            Python are seeded before each shard, and after each step and evaluation; they are then equal on all ranks. If a
             program has several trainers, give each a different seed: with equal seeds, they draw the same numbers. A
             resume seeds the generators too, so the trainer that took the last step before the save must resume last.
 
@@ -105,8 +107,9 @@ class Trainer:
             - ``clip_norm`` is not above 0, ``ema`` is not from 0 to 1, or ``amp`` or ``compress`` is not known
             - ``loss`` has parameters that ``optimizer`` trains, or is a loss of torch with ``reduction="sum"`` or
               ``"none"``
-        RanksDifferError: on every rank, if an argument's class, function or value is not the same on all ranks. The
-            message names what differs, and each rank's value. The model's weights may differ: rank 0's are used.
+        RanksDifferError: on every rank, if an argument's class, function or value, a library's version, the kind of device
+            or, with ``virtual_ranks`` on the CPU, torch's number of threads is not the same on all ranks. The message names
+            what differs, and each rank's value. The model's weights may differ: rank 0's are used.
     """
 
     def __init__(
@@ -198,6 +201,7 @@ class Trainer:
         """Take one optimizer step on all ranks' ``batches``. Collective; blocks.
 
         The gradient is the gradient of the mean loss over all samples of all ranks, however unevenly they are split.
+        If the total weight of all batches is 0 (all targets are ignored), the optimizer and the schedule do not step.
 
         Args:
             batches: this rank's batch (inputs, targets), or several batches (possibly none), one for each backward pass, on
@@ -262,7 +266,7 @@ class Trainer:
 
         Raises:
             RanksDifferError: they differ.
-            UserError: the model has other parameters than its average, also if the trainer is closed.
+            UserError: the model's parameters differ from its average's in names or shapes, also if the trainer is closed.
         """
         check = None if self.ema is None else partial(check_parameters, self.ema.module, self.model)
         if not self._closed:  # otherwise the model may be trained by other means
@@ -273,7 +277,7 @@ class Trainer:
     def _update(self, factor: float) -> None:
         """Multiply the gradients, which are the same on every rank, by ``factor``, clip them, and use them.
 
-        Steps the optimizer and the schedule, and updates the average of the weights.
+        Steps the optimizer and the schedule, and updates the average of the weights. For DivergedError, see :meth:`step`.
         """
         scaler = self.precision.scaler
         scales = scaler.is_enabled()
@@ -341,16 +345,17 @@ class Trainer:
         """Train on this rank's own ``loader`` of (inputs, targets) batches. Collective; blocks.
 
         Ranks may have different numbers of batches: a rank that has no batch left contributes nothing to later steps. If
-        the loader's sampler or batch sampler has a method ``set_epoch``, the method is called with the number of epochs
-        that all calls of ``fit`` have completed, including those in the run whose state this trainer has restored. Modules
-        in evaluation mode keep that mode if the model itself is in training mode.
+        the loader's sampler or batch sampler, or the sampler in the batch sampler, has a method ``set_epoch``, each epoch
+        begins with a call of it. The argument is the number of epochs that all calls of ``fit`` have completed, including
+        those in the run whose state this trainer has restored. Modules in evaluation mode keep that mode if the model
+        itself is in training mode.
 
         Returns:
             One dict for each epoch: the mean loss over all ranks' samples or targets and, if the loss counts correct
             predictions, the accuracy. An ``Objective`` may count them. Cross entropy of class indices counts them. For
             outputs of more than two dimensions, torch's own cross entropy losses count them only with class weights, or
-            with an ``ignore_index`` other than -100. With class weights, loss and accuracy use these
-            weights. Without samples, values are NaN.
+            with an ``ignore_index`` other than -100. With class weights, loss and accuracy use these weights.
+            Without samples, values are NaN.
 
         Raises:
             TypeError: a batch is not (inputs, targets).
@@ -397,25 +402,26 @@ class Trainer:
             mine = [] if ended else [self.to_device(batch) for batch in islice(batches, 1)]
             ended, left = not mine, left - 1
             # Layers that communicate in forward need a forward pass on every rank.
-            everywhere = any(layer.training for layer in norms)
-            if compare or everywhere:
+            synchronizes = any(layer.training for layer in norms)
+            if compare or synchronizes:
                 largest, some_end, all_end = self._compare_batches(mine)
                 if all_end:
                     return total, has_batches
-                if some_end and everywhere:
+                if some_end and synchronizes:
                     raise RanksDifferError(
                         "the ranks have different numbers of batches, and SyncBatchNorm needs a batch of every rank in "
                         "every step: give every rank the same number (DistributedSampler does), or use plain BatchNorm"
                     )
                 expected = expected or largest * self.backend.size  # an estimate
-            if mine and not len(mine[0][1]) and not everywhere:
+            if mine and not len(mine[0][1]) and not synchronizes:
                 mine = []  # some models fail with an empty batch
             step = self.step(mine, expected or 1.0, [float(not ended and left > 0), float(bool(mine)), 0.0])
             if step.control_flags[1]:  # some ranks had a batch
                 has_batches = True
                 if not step.totals[1] > 0:  # all targets are ignored
                     self.advance_schedule()
-            # If some rank certainly has another batch, the ranks need not compare before the next step.
+            # The ranks need not compare before the next step if some rank expects another batch: because of its loader's
+            # length or, without a length, until it finds no batch.
             total, compare = added(total, step.totals), not (expected and step.control_flags[0])
 
     def _compare_batches(self, mine: list[Tensors]) -> tuple[float, bool, bool]:
@@ -469,8 +475,9 @@ class Trainer:
         Raises:
             TypeError: a batch is not (inputs, targets).
             UserError: with ``ema``, the names or shapes of the model's parameters have changed.
-            ValueError: with virtual ranks, ``batches`` does not have one entry for each of :attr:`shards`; or ``objective``
-                is a loss of torch with ``reduction="sum"`` or ``"none"``.
+            ValueError: with virtual ranks, ``batches`` does not have one entry for each of :attr:`shards`, or forward calls
+                ``dualtrain.functional`` while the numbers of ranks and shards differ; or ``objective`` is a loss of torch
+                with ``reduction="sum"`` or ``"none"``.
             RanksDifferError: on every rank, if the ranks' weights or learning rates differ.
             BackendError: the ranks' buffers differ in names or shapes, a rank failed, or the timeout passed.
         """
@@ -509,11 +516,12 @@ class Trainer:
     # -- saving -----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the next step depends on, as plain values and tensors, equal on every rank. Collective.
+        """Return all that the next step depends on, as plain values and tensors. Collective.
 
         State that differs between ranks is included once for each rank: running statistics, the modules' extra state, the
         states of random generators, and the buffers of a ``loss`` that is a module of your own. With virtual ranks, only
-        the loss's buffers may differ.
+        the loss's buffers may differ. The states of the ranks are equal, except that ``"model"`` and ``"ema"`` have the
+        rank's own buffers and extra state.
 
         The weights and the optimizer's state are the tensors in use, as in a module's ``state_dict()``: the next step
         changes them. Make a deep copy of the state to keep it in memory.
@@ -543,8 +551,8 @@ class Trainer:
         """Restore what :meth:`state_dict` returned, on any backend.
 
         With virtual ranks, the next steps are the same at any world size. Without them, a different world size seeds the
-        random generators anew. If this trainer averages the weights (``ema``) and the state has no average, the average
-        begins with the loaded weights.
+        random generators anew, and averages the running statistics. If this trainer averages the weights (``ema``) and the
+        state has no average, the average begins with the loaded weights.
 
         Raises:
             TypeError: ``state`` is not a dict.

@@ -54,7 +54,8 @@ class VirtualRanks:
         backend: communicates with the other ranks.
 
     Raises:
-        ValueError: ``shards`` is below 1, or a SyncBatchNorm layer cannot get the statistics of all shards at once.
+        ValueError: ``shards`` is below 1; or the model has SyncBatchNorm layers, and they were not made by
+            ``synchronize_norms()``, or the number of ranks is not ``shards``.
     """
 
     def __init__(self, shards: int, seed: int, model: nn.Module, loss: nn.Module | None, backend: Backend) -> None:
@@ -88,12 +89,12 @@ class VirtualRanks:
 
     def step(self, passes: Passes, batches: Batches, expected: float, control_flags: Sequence[float]) -> Step:
         """See :class:`~dualtrain.trainer.parts.Parts`. ``batches``: one entry for each of this rank's shards, in order."""
-        given, reducer = self._of_shards(batches), passes.optimizer.reducer
+        pairs, reducer = self._of_shards(batches), passes.optimizer.reducer
         flags = self._flags(control_flags)
         # This step's backward may also reach parameters of other trainers. These trainers must not exchange the gradients.
         with self._begun_step(), reducer.alone(), self._without_collectives():
             reducer.begin_shards()
-            for shard, part in given:
+            for shard, part in pairs:
                 begins, ends = shard == self.mine[0], shard == self.mine[-1]
                 if not begins:
                     self._buffers.restore()
@@ -133,7 +134,8 @@ class VirtualRanks:
     def _begun_step(self) -> Iterator[None]:
         """Record the state with which all shards begin; after the block, count one step, and seed the random generators.
 
-        If the block fails, restore the buffers, and do not count the step. If it has changed other trainers' buffers, warn.
+        If the block fails, restore the buffers, seed the generators, and do not count the step. Otherwise, warn if it has
+        changed the buffers that :meth:`_buffers_of_others` has copied.
         """
         self._buffers.keep()
         self._fixed.keep()
@@ -191,9 +193,9 @@ class VirtualRanks:
         self._after = what
         self._seed_all(self._steps, "after", what)
 
-    def _seed_all(self, *parts: object) -> None:
-        """Seed torch's generators (of the CPU and this rank's device), numpy's and Python's from the seed and ``parts``."""
-        value = derived(self._seed, "shard", *parts)
+    def _seed_all(self, *keys: object) -> None:
+        """Seed torch's generators (of the CPU and this rank's device), numpy's and Python's from the seed and ``keys``."""
+        value = derived(self._seed, "shard", *keys)
         seed_cpu(value)
         if self._backend.device.type == "cuda":  # not torch.manual_seed, which also seeds the other ranks' GPUs
             with torch.cuda.device(self._backend.device):
@@ -216,9 +218,9 @@ class VirtualRanks:
     def evaluate(self, batches: Any, sums: Callable[[Evaluation], list[float]], model: nn.Module) -> list[float]:
         """See :class:`~dualtrain.trainer.parts.Parts`. ``batches``: one entry for each of this rank's shards, in order."""
         rows, buffers = [], CommonBuffers(model, self.count)  # to restore the present values after each shard
-        given = self._of_shards(batches)
+        pairs = self._of_shards(batches)
         with self._restored_after_failure(buffers), self._without_collectives():
-            for shard, part in given:
+            for shard, part in pairs:
                 self._seed_all(self._steps, shard, "evaluation")
                 rows.append(sums(part))
                 buffers.restore()
