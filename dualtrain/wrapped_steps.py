@@ -35,7 +35,8 @@ def check_own_steps(optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
 
     Such a step happens if a method of the optimizer's class calls ``self.step()``, or if other code calls ``step()`` of
     ``optimizer`` and not of the wrapper. The step raises RuntimeError if gradients are not combined over the ranks. The
-    losses of the step's closure are averaged, as in the wrapper's step. The wrapper counts the steps.
+    losses of the step's closure are averaged, as in the wrapper's step. The wrapper counts each step that has a closure or
+    gradients.
     """
     # An optimizer whose class does not call Optimizer.__init__ runs no hooks. The list is private in torch 2.5 to 2.15.
     if not hasattr(optimizer, "_optimizer_step_pre_hooks"):

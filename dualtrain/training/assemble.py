@@ -76,8 +76,8 @@ def _check_sizes(task: Task, name: str) -> Task:
 def try_out(task: Task, model: nn.Module, dataset: str, name: str) -> None:
     """Find out, before the run begins, whether the model fits the data, and whether its state can be saved.
 
-    The model is run on one validation sample and, if training samples need no transform, on one training sample. It is in
-    training mode afterwards.
+    The model is run, in evaluation mode, on one validation sample and, if training samples need no transform, on one
+    training sample. It is in training mode afterwards.
 
     Args:
         task: the data.

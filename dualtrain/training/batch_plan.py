@@ -35,8 +35,8 @@ class BatchPlan:
         seed = derived(self.sampler.seed, "augmentation", epoch)
         for number in range(first, self.sampler.batches):
             for passes in self.passes(self.sampler.batch(epoch, number)):
-                for part in passes:
-                    yield Batch(part, seed)
+                for numbers in passes:
+                    yield Batch(numbers, seed)
 
     def passes(self, batch: torch.Tensor) -> list[Sequence[torch.Tensor]]:
         """Split each of this rank's parts of a global batch into one tensor per backward pass; () for an empty part."""

@@ -56,7 +56,7 @@ from dualtrain.training.assemble import (
 from dualtrain.training.batch_plan import BatchPlan
 from dualtrain.training.cursor import Cursor
 from dualtrain.training.one_sample import check_one_sample
-from dualtrain.training.opening import model_line, ranks_in_words, settings_line, verbose_lines
+from dualtrain.training.opening import job_in_words, model_line, settings_line, verbose_lines
 from dualtrain.training.optimizers import make_optimizer, make_schedule, restore_rates, scaled_lr
 from dualtrain.training.origin import origin_of
 from dualtrain.training.progress import Waiting
@@ -177,7 +177,7 @@ class Run:
         self.attempt = Attempt(lock)
 
     def _prepare(self, model: nn.Module) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
-        """Return the optimizer, and the trainer's other arguments. Not collective, so it may raise on one rank only."""
+        """Return the optimizer, and the trainer's other arguments. Not collective: a UserError on one rank is allowed."""
         config, step, backend = self.config, self.config.step, self.backend
         check_tensorboard(config.output)
         check_batches(self.sampler, self.parts, step.accumulate, sync_batchnorm=config.model.sync_batchnorm)
@@ -197,7 +197,10 @@ class Run:
         }
 
     def open(self, start: Start) -> None:
-        """Restore a checkpoint, if there is one, claim the run's folder, and write its first files. Collective."""
+        """Restore a checkpoint, if there is one, claim the run's folder, and write its first files. Collective.
+
+        Without a checkpoint, first call :func:`check_one_sample`.
+        """
         config, output, saved, lock = self.config, start.output, start.saved, self.lock
         if saved is not None:
             self._resume(saved, output)
@@ -324,16 +327,16 @@ class Run:
         lr = self.trainer.optimizer.param_groups[0]["lr"]
         try:
             batches = self._for_trainer([Counted(self._batches(count), count) for count in counts])
-            done = self.trainer.step(batches, samples * self._weight_of_sample(), self._control_flags())
+            result = self.trainer.step(batches, samples * self._weight_of_sample(), self._control_flags())
         except DivergedError as error:
             self._diverge(str(error), cursor.step + 1, "training", self.task.train, batch)
-        if not done.totals[1] > 0:  # all targets of the batch are ignored
+        if not result.totals[1] > 0:  # all targets of the batch are ignored
             self.trainer.advance_schedule()
-        cursor.count(done.totals, samples, time.perf_counter() - started)
-        values = training_metrics(done.totals, "")
+        cursor.count(result.totals, samples, time.perf_counter() - started)
+        values = training_metrics(result.totals, "")
         self.records.step(cursor.step, cursor.epoch + 1, samples, {**values, "lr": lr})
         self._note_progress()
-        return done.control_flags
+        return result.control_flags
 
     def _note_progress(self) -> None:
         for line in self.attempt.step(self.cursor.step):
@@ -383,6 +386,8 @@ class Run:
 
         Raises:
             StoppedError: a flag of a signal that ends the run is set; the checkpoint was written, if possible.
+            UserError: on every rank, if the run stops because another process uses its folder now.
+            DivergedError, UserError: see :meth:`_save`.
         """
         cursor = self.cursor
         received = [number for number, ranks in zip(SIGNALS, control_flags, strict=True) if ranks]
@@ -530,7 +535,7 @@ class Run:
         settings, model, per_rank = self.config.plain(), self.trainer.model, self.config.run.threads or 1
         batches = f"{self.sampler.samples} samples in batches of {self.sampler.global_batch}"
         self.records.print(
-            f"{self.name} on {ranks_in_words(self.backend, self.trainer.virtual_ranks, per_rank)}: {batches}, "
+            f"{self.name} on {job_in_words(self.backend, self.trainer.virtual_ranks, per_rank)}: {batches}, "
             f"{self.total_steps} step{'s' * (self.total_steps != 1)}, {self.lr_in_words}, into {self.folder}"
         )
         self.records.print(settings_line(settings, self.folder))

@@ -15,12 +15,12 @@ from dualtrain.config import own_settings
 from dualtrain.training.resume import in_words
 
 #: Settings that other lines show, or that do not affect what a run computes.
-_ELSEWHERE = ("recipe", "run_dir", "resume", "threads", "verbose")
+_NOT_LISTED = ("recipe", "run_dir", "resume", "threads", "verbose")
 
 
-def ranks_in_words(backend: Backend, virtual: int | None, threads: int) -> str:
+def job_in_words(backend: Backend, virtual_ranks: int | None, threads: int) -> str:
     """Format a run's ranks, threads, backend and launcher."""
-    ranks = f"{backend.size} × {backend.device.type}" + (f" as {virtual} virtual ranks" if virtual else "")
+    ranks = f"{backend.size} × {backend.device.type}" + (f" as {virtual_ranks} virtual ranks" if virtual_ranks else "")
     with_threads = f"{threads} thread{'s' * (threads != 1)}" + " each" * (backend.size > 1)
     over = f" over {backend.transport}" if backend.transport != "none" else ""
     launcher = backend.world.launcher
@@ -32,7 +32,7 @@ def settings_line(settings: Mapping[str, Any], folder: Path) -> str:
     """Format the settings in which a run differs from its recipe, as flags."""
     own = own_settings(settings)
     # A given --global-batch-size sets the recipe's --batch-size to None, and vice versa.
-    own = {name: value for name, value in own.items() if name not in _ELSEWHERE and value is not None}
+    own = {name: value for name, value in own.items() if name not in _NOT_LISTED and value is not None}
     more = f" with {in_words(own)}" if own else ""
     return f"settings: recipe {settings['recipe']}{more}; all are in {folder / 'config.json'}"
 

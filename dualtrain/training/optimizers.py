@@ -121,7 +121,8 @@ def make_schedule(section: ScheduleSection, optimizer: torch.optim.Optimizer, lr
     """Make the schedule: a function of the step alone, so that a resumed run needs no other state.
 
     Raises:
-        UserError: ``section.lr_min`` is above ``lr``, or ``section.lr_gamma`` is too large.
+        UserError: ``section.lr_min`` is above ``lr`` (cosine, polynomial), or ``section.lr_gamma`` is too large (step,
+            multistep).
     """
     shape = _shape(section, max(total_steps - section.warmup_steps, 1), lr)
     warmup = section.warmup_steps
@@ -146,8 +147,7 @@ def restore_rates(schedule: LambdaLR) -> None:
 def _shape(section: ScheduleSection, steps: int, lr: float) -> Callable[[int], float]:
     """Return a function that takes a step, counted from the end of the warm-up, and returns the learning rate's factor.
 
-    ``steps`` is the number of steps after the warm-up. Raises UserError if ``section.lr_min`` is above ``lr``, or
-    if ``section.lr_gamma`` is too large.
+    ``steps`` is the number of steps after the warm-up. Raises UserError: see :func:`make_schedule`.
     """
     floor = section.lr_min / lr
     if floor > 1 and section.name in ("cosine", "polynomial"):

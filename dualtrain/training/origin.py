@@ -26,10 +26,10 @@ def origin_of(backend: Backend, folder: Path) -> dict[str, Any]:
     command, commit and versions. ``folder`` is the folder in which the run was started.
     """
     hosts = Counter(backend.allgather_object(socket.gethostname(), name="host name"))
-    return on_rank_zero(backend, "origin of the run", lambda: {"hosts": dict(hosts), **_here(backend, folder)})
+    return on_rank_zero(backend, "origin of the run", lambda: {"hosts": dict(hosts), **_of_this_rank(backend, folder)})
 
 
-def _here(backend: Backend, folder: Path) -> dict[str, Any]:
+def _of_this_rank(backend: Backend, folder: Path) -> dict[str, Any]:
     return {
         "backend": backend.name,
         "transport": backend.transport,

@@ -158,9 +158,9 @@ class Progress:
         self._line_step, self._line_samples, self._line_time = self._step, self._samples, now
         position = f"step {self._step}/{self._total}"
         if not steps or self._batches:
-            elapsed, done, count = now - self._phase_began, self._batches - 1, self._all_batches
+            elapsed, finished, count = now - self._phase_began, self._batches - 1, self._all_batches
             batch = f", batch {self._batches} of {count}" if self._batches else ""
-            left = f", {duration(elapsed / done * (count - done))} left" if done > 0 else ""
+            left = f", {duration(elapsed / finished * (count - finished))} left" if finished > 0 else ""
             return f"{position}: {self._phase} for {duration(elapsed)}{batch}{left}"
         speed = f"{samples / max(seconds, 1e-9):.0f} samples/s"
         return f"{position}  loss {self._loss:.4f}  {speed}{self._left(now)}"

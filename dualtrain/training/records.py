@@ -76,7 +76,7 @@ class Records:
                     file.close()
 
     def step(self, step: int, epoch: int, samples: int, values: dict[str, float]) -> None:
-        """Count an optimizer step. Every ``output.log_every`` steps, record its ``loss``, ``accuracy`` and ``lr``."""
+        """Count a step. Every ``output.log_every`` steps, record the ``loss``, ``accuracy``, ``lr`` and speed."""
         self.progress.step(samples, values)
         self._samples += samples
         if step % self._every == 0:

@@ -145,11 +145,11 @@ def _write(
     The summary marks the run as ended, so it is written last, and only if nothing has failed.
     """
     problems = dict(unwritten)
-    steps: dict[str, Callable[[Path], None]] = {
+    writes: dict[str, Callable[[Path], None]] = {
         "model.safetensors": lambda path: write_weights(path, weights, summary["steps"], lock),
         "summary.json": lambda path: write_json(path, summary, lock.check),
     }
-    for name, write in steps.items():
+    for name, write in writes.items():
         if name == "summary.json" and problems:
             break
         try:

@@ -253,7 +253,7 @@ def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
 def restore_best(
     trainer: Trainer, cursor: Cursor, saved: dict[str, Any], folder: Path, other: Path | None, lock: FolderLock
 ) -> bool:
-    """Restore the files of the best evaluation that ``cursor`` names. Collective. A killed run may not have written them.
+    """Restore the files of the best evaluation that ``cursor`` names. Collective. A kill may have prevented their writing.
 
     Args:
         trainer: holds the state of ``saved``, before and after this call.
@@ -264,7 +264,7 @@ def restore_best(
         lock: the lock of the run's folder.
 
     Returns:
-        False if the files are missing, and no checkpoint of that step is left. True otherwise, also if there is no
+        False if a file is missing, and no checkpoint of that step is left. True otherwise, also if there is no
         best evaluation yet.
 
     Raises:
@@ -273,9 +273,9 @@ def restore_best(
     if not cursor.best:
         return True
     step = int(cursor.best["step"])
-    there, state = on_rank_zero(trainer.backend, "best checkpoint", lambda: _find_best(folder, other, step, lock))
-    if not there or state is None:
-        return bool(there)
+    exists, state = on_rank_zero(trainer.backend, "best checkpoint", lambda: _find_best(folder, other, step, lock))
+    if not exists or state is None:
+        return bool(exists)
     # Collective: all ranks compute the evaluated weights from the state of that step.
     if step != cursor.step:
         trainer.load_state_dict(state)

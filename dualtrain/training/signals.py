@@ -28,7 +28,7 @@ SAVE = SIGNALS.index(signal.SIGUSR1)
 _REPEAT_SECONDS = 2.0  # a launcher may repeat the SIGINT of one Ctrl-C within this time; a second Ctrl-C comes later
 
 
-#: Contains an entry if SIGUSR1 was received before there was anything to save.
+#: An entry for each SIGUSR1 that was received outside of the training loop.
 _early: list[bool] = []
 
 
@@ -55,10 +55,10 @@ def _end_early(number: int, frame: FrameType | None) -> None:
     try:
         from dualtrain.launchers import detect_world
 
-        first = detect_world().rank == 0  # one line for the job
+        prints = detect_world().rank == 0  # one line for the job
     except (UserError, ImportError):  # ImportError: the signal came while the module was imported
-        first = True
-    if first:
+        prints = True
+    if prints:
         os.write(2, b"dualtrain: error: interrupted\n")
     os._exit(128 + number)
 
@@ -97,7 +97,7 @@ def note_early_requests() -> None:
 
 
 def take_early_request() -> bool:
-    """Return whether SIGUSR1 was received before there was anything to save, and clear that record."""
+    """Return whether SIGUSR1 was received outside of the training loop, and clear that record."""
     count = len(_early)  # a signal may come at any time
     del _early[:count]
     return count > 0

@@ -265,11 +265,11 @@ def _newest(
 def _warn_of_different_checkpoints(file: _File, files: Sequence[_File], backend: Backend) -> None:
     """Warn if two ranks hold different checkpoints of one step: hosts without a common disk may hold two runs."""
     same = (other for other in files if (other.step, other.generation) == (file.step, file.generation) and other.digest)
-    unlike = next((other for other in same if other.digest != file.digest), None)
-    if unlike is not None and backend.rank == 0:
+    second = next((other for other in same if other.digest != file.digest), None)
+    if second is not None and backend.rank == 0:
         log.warning(
             "rank %d and rank %d hold different checkpoints of step %d in their folders: the one of rank %d is used",
-            *(file.rank, unlike.rank, file.step, file.rank),
+            *(file.rank, second.rank, file.step, file.rank),
         )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from dualtrain.backends import connect
 from dualtrain.config import RunFacts, parse, recipe_names, run_name, without_effect
 from dualtrain.main import main
-from dualtrain.training.opening import model_line, ranks_in_words, settings_line, verbose_lines
+from dualtrain.training.opening import job_in_words, model_line, settings_line, verbose_lines
 
 MODEL = nn.Sequential(nn.Linear(3, 2), nn.Sequential(nn.ReLU(), nn.BatchNorm1d(2)))
 
@@ -27,8 +27,8 @@ def test_the_settings_line_shows_only_settings_that_differ_from_the_recipe():
 
 def test_one_process_without_a_launcher_names_neither_transport_nor_launcher():
     with connect("local") as backend:
-        assert ranks_in_words(backend, None, 1) == "1 × cpu, 1 thread, local backend, without a launcher"
-        assert ranks_in_words(backend, 4, 2) == "1 × cpu as 4 virtual ranks, 2 threads, local backend, without a launcher"
+        assert job_in_words(backend, None, 1) == "1 × cpu, 1 thread, local backend, without a launcher"
+        assert job_in_words(backend, 4, 2) == "1 × cpu as 4 virtual ranks, 2 threads, local backend, without a launcher"
 
 
 def test_the_model_line_has_the_numbers_of_parameters_and_layers():
