@@ -140,8 +140,8 @@ def in_one_line(error: BaseException) -> str:
 def user_traceback(error: BaseException) -> str:
     """Format the traceback from the first to the last frame of the user's code; empty if there is no such frame.
 
-    If the user's last frame called this package, all later frames are included too. The errors that led to ``error``
-    are formatted in the same way. For a SyntaxError, format only the message.
+    If the user's last frame called this package, directly or through other code, all later frames are included too. The
+    errors that led to ``error`` are formatted in the same way. For a SyntaxError, format only the message.
     """
     shown = traceback.TracebackException.from_exception(error)
     todo, users = [shown], False

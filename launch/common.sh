@@ -1,5 +1,5 @@
 # Common part of torchrun.sh, horovodrun.sh, mpirun.sh and slurm.sbatch, which source this file. $1 is their first argument.
-# Sets root, nproc, names (the entries of HOSTS), and the ranks' environment variables.
+# Activates the environment. Sets root, nproc, names (the entries of HOSTS), and the ranks' environment variables.
 
 case ${1:-} in -h | --help) sed -n '2,/^set/{/^set\|^#SBATCH/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)

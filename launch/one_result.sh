@@ -113,7 +113,7 @@ sizes_of() {
 }
 
 # chain: starts four complete runs, on 4, 1, 3 and 2 ranks. The second resumes from step 3 of the first, the third from step 6 of
-# the second, the fourth from step 9 of the third.
+# the second, the fourth from step 9 of the third. A failed run ends the chain.
 chain() {
   local step=0 from=() link way size flags=(--checkpoint-every 3 --keep 100)
   local third=nproc-native last=torchrun-native

@@ -186,6 +186,7 @@ def make_model(section: ModelSection, task: Task, seed: int, backend: Backend, *
 
     A ``resumed`` run gets all weights from the checkpoint. The files of its initial weights may not exist any more, so
     they are not read. The published weights of a pretrained model are not read either if ``section.weights`` replaces them.
+    If they are needed, one rank of each host first downloads them.
 
     Raises:
         UserError: on every rank, if the model cannot be made or its weights cannot be read.

@@ -93,7 +93,8 @@ def start_of(output: OutputSection, name: str, settings: Mapping[str, Any], back
         lock: rank 0's lock of the folder.
 
     Raises:
-        UserError: on every rank; the folder or the checkpoint cannot be used, or is of a run with other settings.
+        UserError: on every rank; the folder or the checkpoint cannot be used, or is of a run with other settings; or
+            the run would end like the last time.
     """
     world, output = backend.world, output.located()
     folder, resume = on_rank_zero(backend, "run folder", lambda: _enter(output, name, settings, world, lock))
@@ -111,7 +112,7 @@ def start_of(output: OutputSection, name: str, settings: Mapping[str, Any], back
 def _enter(
     output: OutputSection, name: str, settings: Mapping[str, Any], world: World, lock: FolderLock
 ) -> tuple[str | None, str | None]:
-    """Set ``lock.job``, call :func:`enter`, and raise UserError if a restart is not allowed. On rank 0 only."""
+    """Set ``lock.job``, call :func:`enter`, and refuse a run that would end like the last time. On rank 0 only."""
     job = job_of(world, settings["timeout"])
     if job:
         _runs[job] += 1
