@@ -66,12 +66,14 @@ class Trainer:
         model: a model on the backend's device; ``optimizer`` has its parameters.
         optimizer: any torch optimizer of these parameters that needs no closure. A parameter that no rank uses in a step
             gets a gradient of zeros, as in Horovod, so weight decay and momentum change it.
-        loss: one of three kinds; cross entropy by default. A function ``loss(outputs, targets)`` returns the mean over
-            ``len(targets)`` samples. (If ``targets`` is a dict, the length of its first tensor counts.) A loss of torch
-            returns the mean over its targets, of which a sample may have any number. An ``Objective`` returns a pair: the
-            mean loss, and four sums as numbers or detached tensors. The sums are the loss, its weight (the number of
-            samples), the correct predictions, and the targets among the five likeliest classes. Each of the last two is -1
-            if predictions are not counted.
+        loss: cross entropy by default, or one of these:
+
+            - a function ``loss(outputs, targets)``, which returns the mean over ``len(targets)`` samples (if ``targets``
+              is a dict, the length of its first tensor counts)
+            - a loss of torch, which returns the mean over its targets, of which a sample may have any number
+            - an ``Objective``, which returns a pair: the mean loss, and four sums as numbers or detached tensors. The sums
+              are the loss, its weight (the number of samples), the correct predictions, and the targets among the five
+              likeliest classes. Each of the last two is -1 if predictions are not counted.
         backend: the ranks.
         schedule: a torch scheduler of ``optimizer``; it steps after each optimizer step, and in ``fit`` also after batches
             whose total weight is 0 (all targets are ignored).
