@@ -39,7 +39,7 @@ class Difference:
 
 
 def in_words(differences: Sequence[Difference]) -> str:
-    """Return text with the first differences and each rank's value, and the names of some further differences."""
+    """Return text with the first differences (see :func:`by_value`), and the names of some further differences."""
     text = "; ".join(map(str, differences[:_SHOWN]))
     rest = [difference.name for difference in differences[_SHOWN:]]
     if rest:
@@ -51,14 +51,15 @@ def in_words(differences: Sequence[Difference]) -> str:
 def by_value(values: Sequence[str | None], ranks: Sequence[int] | None = None) -> str:
     """Return text such as ``cpu on ranks 0, 2 and cuda on rank 1``.
 
-    ``values`` must not all be equal. For both arguments, see :class:`Difference`.
+    Shows up to six different values, and only a part of long ones. ``values`` must not all be equal. For both arguments,
+    see :class:`Difference`.
     """
     groups: dict[str | None, list[int]] = {}
     for rank, value in zip(range(len(values)) if ranks is None else ranks, values, strict=True):
         groups.setdefault(value, []).append(rank)
     shown = _excerpts(list(groups)[:_GROUPS])
-    parts = [f"{text} on {ranks_in_words(ranks)}" for text, ranks in zip(shown, groups.values(), strict=False)]
-    more = sum(len(ranks) for ranks in list(groups.values())[_GROUPS:])
+    parts = [f"{text} on {ranks_in_words(group)}" for text, group in zip(shown, groups.values(), strict=False)]
+    more = sum(len(group) for group in list(groups.values())[_GROUPS:])
     parts += [f"other values on {more} more rank{'s' * (more > 1)}"] if more else []
     return f"{', '.join(parts[:-1])} and {parts[-1]}"
 
@@ -87,7 +88,10 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def _excerpts(values: Sequence[str | None]) -> list[str]:
-    """Return the values as text. If any value is long, return only the part of each value around the first difference."""
+    """Return the values as text, "missing" for ``None``. No two of them are equal.
+
+    If any value is long, return only the part of each value around the first difference. A single text is cut at its end.
+    """
     texts = [value for value in values if value is not None]
     long = max(map(len, texts), default=0) > _WIDTH
     excerpts = [_cut(value, _start(texts) if long and len(texts) > 1 else 0) for value in texts]

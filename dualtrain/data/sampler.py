@@ -1,7 +1,8 @@
 """Order of the samples and their division into batches.
 
-The samples of a global batch are a pure function of (seed, epoch, batch index). They do not depend on the world size, the
-backend, or restarts. Each rank gets a consecutive part of the global batch; the sizes of the parts differ by at most 1.
+The samples of a global batch are a pure function of (seed, epoch, batch index), the number of samples, and the size of
+global batches. They do not depend on the world size, the backend, or restarts. Each rank gets a consecutive part of the
+global batch; the sizes of the parts differ by at most 1.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dualtrain.data.draws import derived
 class Sampler:
     """The order of ``samples`` samples, in global batches of ``global_batch``.
 
-    The last batch of an epoch may be shorter; ``drop_last`` leaves it out.
+    The last batch of an epoch may be shorter; ``drop_last`` leaves a shorter one out.
     """
 
     samples: int

@@ -62,7 +62,7 @@ class Source(ABC):
     stored: bool = False
 
     def contents(self, numbers: Sequence[int]) -> Iterator[Any]:
-        """Yield the samples ``numbers``, so that ranks can compare them: tensors, bytes or plain values.
+        """Yield the samples ``numbers``, so that ranks can compare them: tensors, bytes, plain values, or tuples of these.
 
         An override should not augment the samples. This default implementation reads a stream with seed 0. The stream may
         augment the samples, but the augmentation is the same on every rank.

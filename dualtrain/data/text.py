@@ -55,9 +55,9 @@ class MaskedText(Source):
 
 
 def mask(tokens: torch.Tensor, random: torch.Tensor, size: int) -> Tensors:
-    """Choose some of ``tokens`` (n, t) for prediction, and mask them. Return the inputs and the targets.
+    """Choose some of ``tokens`` (n, t) for prediction, and mask or replace most of them. Return inputs and targets.
 
-    Targets are ``IGNORED`` for tokens that were not chosen.
+    ``PAD`` and ``CLS`` are never chosen. Targets are ``IGNORED`` for tokens that were not chosen.
     ``random``, int64 (n, 3t), holds random bits for the choice, the kind of replacement and the random token.
     """
     choice, way, other = random.chunk(3, 1)
@@ -71,6 +71,8 @@ def mask(tokens: torch.Tensor, random: torch.Tensor, size: int) -> Tensors:
 
 def load_text(options: Options) -> Task:
     """Load a text and split it into sequences; a random tenth of them, with a fixed seed, is for validation.
+
+    Without ``text_file``, the text is Python's own help topics.
 
     Raises:
         UserError: the file cannot be read or is too short, or the sequence length or the vocabulary is too small.

@@ -32,7 +32,7 @@ class ImageTransform:
     With all arguments left out, images of floating-point values are returned unchanged, in their own dtype.
 
     Args:
-        size: side of the crop in pixels. ``None``: the images' width with ``augment``, no crop without ``augment``.
+        size: side of the crop in pixels. ``None``: the images' width before ``pad``, or, without ``augment``, no crop.
         resize: length of the shorter side in pixels before the crop; ``None`` for no resizing.
         augment: take the crop at a random position and flip it with probability 0.5; otherwise take a centre crop.
         pad: pixels of zeros on each side before a random crop.

@@ -42,7 +42,7 @@ class Samples:
         return _length(self.dataset, self.split)
 
     def __getitems__(self, wanted: Wanted) -> Tensors | UserError:
-        """Read the samples and stack them. Return an error if a sample fails, has a wrong target, or if shapes differ."""
+        """Read and stack the samples. Return an error if one fails or has a wrong target, or if they cannot be stacked."""
         numbers, seed = wanted
         if not numbers:
             inputs, targets = (part.new_empty(0, *part.shape) for part in self.sample)
@@ -66,12 +66,12 @@ class Samples:
         if not isinstance(targets, torch.Tensor):
             wrong, got = 0, f"a target of type {type(targets).__name__}"
         else:
-            kind = str(targets.dtype).removeprefix("torch.")
+            dtype = str(targets.dtype).removeprefix("torch.")
             bad = wrong_targets(targets, self.classes)
             if not bad.any():
                 return None
             place = bad.nonzero()[0].tolist()
-            wrong, got = place[0], f"the target {targets[tuple(place)].item()} ({kind})"
+            wrong, got = place[0], f"the target {targets[tuple(place)].item()} ({dtype})"
         return UserError(
             f"{self.split} sample {numbers[wrong]} of the dataset has {got}: targets must be class indices (int64) from 0 "
             f"to {self.classes - 1}; convert them in the dataset, or give another --classes"
@@ -95,7 +95,7 @@ def _length(dataset: Any, split: str) -> int:
 
 
 def _stacked(samples: list[Any]) -> Any:
-    """Stack the samples into a batch. Raises ValueError or TypeError."""
+    """Stack the samples into a batch. Raises ValueError or TypeError if they do not fit together."""
     try:
         batch = default_collate(samples)
     # Raised for tensors of different sizes or kinds, and, in a worker, for a tensor followed by another type.
@@ -130,7 +130,7 @@ def load_own(name: str, folder: str | None, options: Options) -> Task:
     The function must return a :class:`Task`, or two map-style datasets, for training and evaluation.
 
     Raises:
-        UserError: the function does not exist, fails, or returns something else.
+        UserError: the function does not exist, fails, or returns something else, or :func:`wrap` raises it.
     """
     built = call_user_code(name, "--dataset", "the folder of --data-dir", folder)
     if isinstance(built, Task):
@@ -179,8 +179,8 @@ def wrap(train: Any, val: Any, *, classes: int | None = None, workers: int = 0, 
     ``num_classes``.
 
     Raises:
-        UserError: the training dataset is empty or fails, its samples are of a different kind, or the number of classes is
-            unknown.
+        UserError: the training dataset is empty or fails, its sample 0 is of a different kind, or the number of classes is
+            unknown or unusable.
     """
     classes = classes or _classes(train, name)
     sample = _sample(train, name)
@@ -224,12 +224,14 @@ def _number(known: Any) -> int:
 
 
 def _source(dataset: Any, sample: Tensors, split: str, classes: int, workers: int) -> Source:
+    """Return a source of the dataset's samples. A dataset that is also a :class:`Source` yields its batches itself."""
     if isinstance(dataset, Source):
         return OwnSource(dataset, split, classes)
     return LoaderSource(Samples(dataset, sample, split, classes), workers)
 
 
 def _sample(dataset: Any, name: str) -> Tensors:
+    """Return sample 0 of the training dataset, as two dense tensors. Raises UserError if that is impossible."""
     if not _length(dataset, "training"):
         raise UserError(f"--dataset {name!r} has no samples to train on: give some")
     with seeded(0, 0), user_code(f"sample 0 of --dataset {name!r}"):

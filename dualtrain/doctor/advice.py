@@ -9,6 +9,7 @@ from dualtrain.cores import cores_together
 from dualtrain.differences import ranks_in_words
 from dualtrain.doctor.gpu import gpu_advice
 
+#: The facts of one rank: the result of ``local_facts``, and what ``Examination`` adds to it.
 Row = Mapping[str, Any]
 
 _CURES = {

@@ -24,13 +24,15 @@ _PRINT_SECONDS = 3.0  # for rank 0 to print the report
 class Examination:
     """Examination of a world. Collective: every process of the job makes one, with the same ``wanted`` and ``timeout``.
 
+    Construction probes the backends, exchanges the facts, and makes the report.
+
     Args:
         wanted: the backend to test: "torch", "horovod" or "all".
         world: the world of this process, as the launcher describes it.
         timeout: limit in seconds for a backend to join, and for each of its operations.
 
     Attributes:
-        report: plain values. It covers all ranks if this rank reached the other ranks, otherwise only this rank.
+        report: plain values. It covers all ranks if their facts arrived on this rank, otherwise only this rank.
     """
 
     def __init__(self, wanted: str, world: World, timeout: float) -> None:
@@ -143,7 +145,7 @@ def _threads(rows: Sequence[dict[str, Any]]) -> int:
 def _measured(rows: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
     """Return rank 0's transport and device, and the slowest rank's time and bus bandwidth for each size.
 
-    ``sizes`` is empty if a rank has not measured all sizes. If this rank reached no other, its facts replace rank 0's.
+    ``sizes`` is empty if a rank has not measured all sizes. If ``rows`` has this rank's facts only, these replace rank 0's.
     """
     found = [row["probes"][name] for row in rows]
     complete = all(len(each["seconds"]) == len(SIZES) for each in found)

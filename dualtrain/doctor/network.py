@@ -31,7 +31,8 @@ def _ipv6() -> list[tuple[str, str]]:
 def used_interface(known: Mapping[str, list[str]], overrides: Mapping[str, str], world: World) -> str:
     """Return, as text, the interface that the ranks of ``world`` use on this host, and the reason.
 
-    ``known`` is the result of :func:`interfaces`. ``overrides`` are the set variables that select an interface.
+    ``known`` is the result of :func:`interfaces`. ``overrides`` are the set variables that select an interface;
+    if there are any, the text consists of these variables.
     """
     if overrides:
         return ", ".join(f"{name}={value}" for name, value in overrides.items())

@@ -98,7 +98,7 @@ class Exercise:
         self.report = Report()
 
     def run(self, faults: int) -> Report:
-        """Carry out the drill with this number of ``faults``. Blocks until both runs have ended.
+        """Carry out the drill with up to this number of ``faults``. Blocks until both runs have ended.
 
         Raises:
             UserError: the undisturbed run fails, or takes no step for ``limit`` seconds.
@@ -117,7 +117,7 @@ class Exercise:
         return self.report
 
     def _kinds(self) -> list[Fault]:
-        """Return the faults that need no small file system."""
+        """Return the faults that need no small file system. With one rank, report that ``STOP_RANK`` is left out."""
         if self._nproc > 1:
             return list(FAULTS)
         self._progress(f"without the fault {STOP_RANK.name!r}: only another rank would detect it, and the job has one rank")
@@ -165,6 +165,7 @@ class Exercise:
         self._compare(job)
 
     def _undisturbed(self) -> dict[str, Any]:
+        """Run the job without faults; return its summary. Raises UserError: see :meth:`run`."""
         job = Job(self._folder / "undisturbed", self._flags, self._nproc, horovod=self._horovod, restarts=0)
         try:
             job.start()
@@ -187,7 +188,10 @@ class Exercise:
         return list(zip(planned, moments, strict=False))
 
     def _run_fault(self, job: Job, fault: Fault, step: int) -> str:
-        """Wait for the fault's moment, inject it, and wait for the recovery. Add a row to the report; return its text."""
+        """Wait for the fault's moment, inject it, and wait for the recovery. Return a line for ``progress``.
+
+        Add a row to the report, unless the job has ended before the fault.
+        """
         moment = self._await_moment(job, step)
         row = Row(fault.name, self._inject(job, fault), moment)
         if not row.target:
@@ -214,7 +218,7 @@ class Exercise:
         return f"{row.fault} ({row.target}) {row.moment}"
 
     def _inject(self, job: Job, fault: Fault) -> str:
-        """Inject a fault as soon as possible; return its target, or "" if the job has ended."""
+        """Inject a fault as soon as possible; return its target, or "" if the job has ended. Restart a failed launcher."""
         target = ""
 
         def done() -> bool:
@@ -264,7 +268,7 @@ class Exercise:
             time.sleep(_POLL_SECONDS)
 
     def _compare(self, job: Job) -> None:
-        """Read the result with faults. Add to the problems: no fault, no result, each difference from the other run."""
+        """Read the result with faults. Add to the problems: no fault, no result, each difference from ``undisturbed``."""
         if not self.report.rows:
             self.report.problems.append("no fault was carried out: the job ended too early; give it more steps")
         summary = job.folder / "summary.json"

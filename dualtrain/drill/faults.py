@@ -22,6 +22,7 @@ class Fault:
     Attributes:
         name: its name in the table.
         inject: injects the fault into a job; returns the target, or "" if there is no process or file to target now.
+            Waits for up to ``_WRITE_SECONDS``.
     """
 
     name: str

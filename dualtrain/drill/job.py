@@ -48,7 +48,7 @@ class Job:
         else:
             agent = ["--standalone", f"--nproc_per_node={nproc}", f"--max-restarts={restarts}", "--monitor-interval=0.1"]
             self._command = [sys.executable, "-m", "torch.distributed.run", *agent, *program]
-        self._starts_left = restarts + 1
+        self._launches_left = restarts + 1
         self._launcher: subprocess.Popen[bytes] | None = None
         # The number of bytes read from the output, and what was found in them.
         self._read, self._starts, self._failed_writes = 0, list[int](), 0
@@ -61,9 +61,9 @@ class Job:
         Raises:
             UserError: the launcher is not installed, or was started too often.
         """
-        if not self._starts_left:
+        if not self._launches_left:
             raise UserError(f"the job was started too often without finishing: see {self.log}")
-        self._starts_left -= 1
+        self._launches_left -= 1
         # If OMP_NUM_THREADS is not set, torchrun sets it and prints five lines about it.
         env = {"OMP_NUM_THREADS": "1", **os.environ, MARK: self._token}
         with self.log.open("ab") as output:
@@ -153,7 +153,10 @@ class Job:
     # -- progress ---------------------------------------------------------------------------------------------------
 
     def position(self) -> tuple[int, int]:
-        """Return the metrics file's inode, which differs after a resume, and its last step; (0, 0) without a file."""
+        """Return the metrics file's inode, which differs after a resume, and its last step.
+
+        The step is 0 if the file has none; both are 0 without a file.
+        """
         try:
             with (self.folder / "metrics.jsonl").open("rb") as file:
                 inode, size = os.fstat(file.fileno()).st_ino, os.fstat(file.fileno()).st_size
@@ -191,7 +194,7 @@ class Job:
         return sorted((self.folder / "checkpoints").glob("step-*.safetensors"))
 
     def is_writing(self) -> bool:
-        """Return whether a checkpoint is being written at this moment."""
+        """Return whether a checkpoint's temporary file exists: it is being written, or its writer was killed."""
         try:
             return any(name.endswith(".tmp") for name in os.listdir(self.folder / "checkpoints"))
         except OSError:

@@ -44,6 +44,7 @@ class SmallDisk:
             raise
 
     def _call(self, name: str, *arguments: object) -> None:
+        """Call a function of the C library. Raises OSError if the function does not return 0."""
         if getattr(self._system, name)(*arguments):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
