@@ -56,9 +56,9 @@ class RanksDifferError(UserError):
 
 
 class BackendError(RuntimeError):
-    """A collective operation failed: a mismatch between ranks, a failed rank, or a timeout.
+    """A collective operation failed or was refused: a mismatch between ranks, a failed rank, or a timeout, for example.
 
-    The message names the operation, the rank that reports the error and, if known, the rank at fault.
+    Most messages name the operation, the rank that reports the error and, if known, the rank at fault.
     """
 
 
@@ -95,10 +95,13 @@ class PeerFailedError(BackendError):
 class RankFailedError(RuntimeError):
     """A function that was started on several ranks failed on one of them, or a rank's process ended unexpectedly.
 
+    Also raised if the function's result cannot be pickled or unpickled.
+
     Attributes:
         rank: the rank that failed.
-        trace: the traceback of the exception on that rank; empty if its process ended without one.
-        by_peer: true if a collective operation raised the exception. Its cause may then be a different rank.
+        trace: the traceback of the function's exception on that rank; empty if it raised none.
+        by_peer: true if a collective operation raised the exception, or one that led to it. A different rank may be the
+            cause then.
     """
 
     def __init__(self, message: str, rank: int, trace: str = "", *, by_peer: bool = False) -> None:

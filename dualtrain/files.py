@@ -139,7 +139,7 @@ def parse_json(text: str) -> Any:
 
 
 def without_nan(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace values that are infinite or not a number by ``None``: JSON has no such numbers."""
+    """Return a copy with ``None`` for values that are infinite or not a number: JSON has no such numbers."""
     return {name: None if isinstance(one, float) and not math.isfinite(one) else one for name, one in values.items()}
 
 
@@ -259,7 +259,10 @@ def aside_of(path: Path, name: Path) -> Path:
 
 
 def remove_temporary(folder: Path, names: re.Pattern[str]) -> None:
-    """Remove temporary files of killed processes, if the files that they would replace match ``names``. Raises OSError."""
+    """Remove temporary files of killed processes, if the files that they would replace match ``names``. Raises OSError.
+
+    Call this only while no other process writes such files: their temporary files would be removed too.
+    """
     for path in folder.iterdir():
         found = _TEMPORARY.fullmatch(path.name)
         if found and names.fullmatch(found["name"]) and stat.S_ISREG(path.lstat().st_mode):

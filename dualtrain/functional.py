@@ -4,9 +4,9 @@ The gradients of ``dualtrain.hvd`` differ, since they are Horovod's: the gradien
 averages, and the gradient of ``reducescatter`` is multiplied by the number of ranks.
 
 The backward pass is collective too: every rank must run it. All functions block. They return new tensors, and raise the
-same errors as the backend's methods. In a step with virtual ranks, they raise UserError, unless there are as many ranks as
-virtual ranks. If the input of any rank requires a gradient, the result requires one on every rank where gradients are
-enabled, so that all ranks can run the backward pass.
+same errors as the backend's methods. In a step with virtual ranks, they raise UserError if the number of ranks differs from
+the number of virtual ranks. If the input of any rank requires a gradient, the result requires one on every rank where
+gradients are enabled, so that all ranks can run the backward pass.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _linear(kind: str, op: ReduceOp | str, backend: Backend) -> ReduceOp:
 
 
 def _checked(kind: str, tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
-    """Return ``tensor`` if it is dense and of a known dtype. Otherwise refuse the call on every rank, as :func:`_linear`.
+    """Return ``tensor`` if it is dense and of a known dtype. Otherwise refuse the call on every rank: see :func:`_linear`.
 
     Raises:
         UserError: collectives are not allowed now: see :func:`without_collectives`.
@@ -166,8 +166,8 @@ def _forward(tensor: torch.Tensor, backend: Backend, call: Callable[[], T]) -> t
 def _with_backward(tensor: torch.Tensor, result: torch.Tensor, any_requires_grad: bool, backward: Backward) -> torch.Tensor:
     """Return ``result``. If ``any_requires_grad``, ``backward`` converts the gradient of ``result`` to that of ``tensor``.
 
-    ``any_requires_grad`` is about the ``tensor`` of every rank. If it is true, all ranks run ``backward``, since it is
-    collective, even if their own ``tensor`` requires no gradient.
+    ``any_requires_grad`` is about the ``tensor`` of every rank. If it is true, all ranks on which gradients are enabled run
+    ``backward``, since it is collective, even if their own ``tensor`` requires no gradient.
     """
     if not any_requires_grad or not torch.is_grad_enabled():
         return result

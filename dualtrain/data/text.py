@@ -90,9 +90,9 @@ def load_text(options: Options) -> Task:
         )
     order = torch.randperm(len(sequences), generator=torch.Generator().manual_seed(0)).tolist()
     val, train = order[: len(order) // 10], order[len(order) // 10 :]
-    known = _vocabulary([sequences[number] for number in train], options.vocabulary)
-    parts = [_numbered([sequences[number] for number in part], known, length) for part in (train, val)]
-    size = len(known) + len(SPECIAL)
+    vocabulary = _vocabulary([sequences[number] for number in train], options.vocabulary)
+    parts = [_numbered([sequences[number] for number in part], vocabulary, length) for part in (train, val)]
+    size = len(vocabulary) + len(SPECIAL)
     return Task(MaskedText(parts[0], size), MaskedText(parts[1], size, seed=0), (length,), size, "tokens")
 
 
@@ -125,6 +125,6 @@ def _vocabulary(sequences: list[list[str]], size: int) -> dict[str, int]:
     return {word: number for number, word in enumerate(ranked[:room], start=len(SPECIAL))}
 
 
-def _numbered(sequences: list[list[str]], known: dict[str, int], length: int) -> torch.Tensor:
-    rows = [[CLS, *(known.get(word, UNK) for word in words)] for words in sequences]
+def _numbered(sequences: list[list[str]], vocabulary: dict[str, int], length: int) -> torch.Tensor:
+    rows = [[CLS, *(vocabulary.get(word, UNK) for word in words)] for words in sequences]
     return torch.tensor([row + [PAD] * (length - len(row)) for row in rows], dtype=torch.int64)

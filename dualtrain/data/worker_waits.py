@@ -51,7 +51,7 @@ class Waits:
         self._stop.set()
 
     def bound(self, wait: Callable[[], T]) -> T:
-        """Return ``wait()``. Raises UserError if a worker failed, the wait was too long, or too many files are open.
+        """Return ``wait()``. Raises UserError if a worker has ended, the wait was too long, or too many files are open.
 
         Any other error of ``wait`` is raised unchanged.
         """

@@ -213,14 +213,14 @@ def _classes(dataset: Any, name: str) -> int:
     return number
 
 
-def _number(known: Any) -> int:
+def _number(classes: Any) -> int:
     """Return a number of classes, or the number of their names. Raises TypeError for anything else."""
-    if isinstance(known, str | bytes | bool):
+    if isinstance(classes, str | bytes | bool):
         raise TypeError
     try:
-        return index(known)
+        return index(classes)
     except TypeError:
-        return int(known) if isinstance(known, float) and known.is_integer() else len(known)
+        return int(classes) if isinstance(classes, float) and classes.is_integer() else len(classes)
 
 
 def _source(dataset: Any, sample: Tensors, split: str, classes: int, workers: int) -> Source:

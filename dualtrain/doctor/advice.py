@@ -19,14 +19,14 @@ _CURES = {
 }
 
 
-def advise(rows: Sequence[Row], chosen: str) -> tuple[list[str], list[str]]:
-    """Return the problems that prevent a run on the backend ``chosen``, and notes on everything else."""
-    problems, notes = _mixed(rows, chosen), _other_versions(rows, chosen)
+def advise(rows: Sequence[Row], backend: str) -> tuple[list[str], list[str]]:
+    """Return the problems that prevent a run on ``backend``, and notes on everything else."""
+    problems, notes = _mixed(rows, backend), _other_versions(rows, backend)
     for name in ("torch", "horovod"):
         failures = _failures(rows, name)
-        (problems if name == chosen else notes).extend(failures)
+        (problems if name == backend else notes).extend(failures)
     if mismatch := _built_for_another(rows):
-        broken = chosen == "horovod" and bool(_failures(rows, "horovod"))
+        broken = backend == "horovod" and bool(_failures(rows, "horovod"))
         (problems if broken else notes).append(mismatch)
     # One line per host, because the ranks of a host usually get the same advice.
     found = {row["host"]: line for row in reversed(rows) if (line := gpu_advice(row))}
@@ -49,14 +49,15 @@ def _failures(rows: Sequence[Row], name: str) -> list[str]:
 
 
 def _differing_versions(rows: Sequence[Row], name: str) -> str | None:
+    """Return the versions of the package ``name`` as text, each with its ranks; ``None`` if all ranks have the same one."""
     groups = _grouped(rows, [row["versions"][name] for row in rows])
     if len(groups) == 1:
         return None
     return ", ".join(f"{version or 'none'} ({ranks_in_words(ranks)})" for version, ranks in groups.items())
 
 
-def _mixed(rows: Sequence[Row], chosen: str) -> list[str]:
-    lines = [_version_line(rows, name) for name in _needed(chosen) if _differing_versions(rows, name)]
+def _mixed(rows: Sequence[Row], backend: str) -> list[str]:
+    lines = [_version_line(rows, name) for name in _needed(backend) if _differing_versions(rows, name)]
     launchers = _grouped(rows, [(row["launcher"], row["size"]) for row in rows])
     if len(launchers) > 1:
         found = ", ".join(f"{name} with {size} ({ranks_in_words(ranks)})" for (name, size), ranks in launchers.items())
@@ -67,16 +68,16 @@ def _mixed(rows: Sequence[Row], chosen: str) -> list[str]:
     return lines
 
 
-def _other_versions(rows: Sequence[Row], chosen: str) -> list[str]:
-    needed = _needed(chosen)
+def _other_versions(rows: Sequence[Row], backend: str) -> list[str]:
+    needed = _needed(backend)
     return [
         _version_line(rows, name) for name in rows[0]["versions"] if name not in needed and _differing_versions(rows, name)
     ]
 
 
-def _needed(chosen: str) -> list[str]:
-    """Return the packages that must have the same version on all ranks for a run on the backend ``chosen``."""
-    return [name for name in _CURES if name in (chosen, "dualtrain", "torch")]
+def _needed(backend: str) -> list[str]:
+    """Return the packages that must have the same version on all ranks for a run on ``backend``."""
+    return [name for name in _CURES if name in (backend, "dualtrain", "torch")]
 
 
 def _version_line(rows: Sequence[Row], name: str) -> str:

@@ -22,12 +22,12 @@ _PRINT_SECONDS = 3.0  # for rank 0 to print the report
 
 
 class Examination:
-    """Examination of a world. Collective: every process of the job makes one, with the same ``wanted`` and ``timeout``.
+    """Examination of a world. Collective: every process of the job makes one, with the same ``backend`` and ``timeout``.
 
     Construction probes the backends, exchanges the facts, and makes the report.
 
     Args:
-        wanted: the backend to test: "torch", "horovod" or "all".
+        backend: the backend to test: "torch", "horovod" or "all".
         world: the world of this process, as the launcher describes it.
         timeout: limit in seconds for a backend to join, and for each of its operations.
 
@@ -35,12 +35,12 @@ class Examination:
         report: plain values. It covers all ranks if their facts arrived on this rank, otherwise only this rank.
     """
 
-    def __init__(self, wanted: str, world: World, timeout: float) -> None:
+    def __init__(self, backend: str, world: World, timeout: float) -> None:
         self.world = world
         self._deadline = time.monotonic() + _PRINT_SECONDS  # each probe adds its time limit: rank 0 has printed by then
         own = local_facts(world)
         self._probes: dict[str, Probe] = {}
-        for name in BOTH if wanted == "all" else (wanted,):
+        for name in BOTH if backend == "all" else (backend,):
             untried = self._untried(name)
             if untried is None:
                 self._deadline += timeout + MARGIN_SECONDS
@@ -51,7 +51,7 @@ class Examination:
         own["threads"] = share_of(usable_cores(), placed.local_size)
         own["interface"] = used_interface(own["interfaces"], own["overrides"], placed)
         rows, failure = self._exchanged(own)
-        self.report = _report(rows, failure, choose("auto" if wanted == "all" else wanted, world))
+        self.report = _report(rows, failure, choose("auto" if backend == "all" else backend, world))
 
     def end(self) -> None:
         """Wait until rank 0 has printed, then close the backends. Blocks until all reachable ranks have called this too.

@@ -28,10 +28,10 @@ def _ipv6() -> list[tuple[str, str]]:
     return [(row[5], str(ipaddress.IPv6Address(bytes.fromhex(row[0])))) for row in rows]
 
 
-def used_interface(known: Mapping[str, list[str]], overrides: Mapping[str, str], world: World) -> str:
+def used_interface(addresses_of: Mapping[str, list[str]], overrides: Mapping[str, str], world: World) -> str:
     """Return, as text, the interface that the ranks of ``world`` use on this host, and the reason.
 
-    ``known`` is the result of :func:`interfaces`. ``overrides`` are the set variables that select an interface;
+    ``addresses_of`` is the result of :func:`interfaces`. ``overrides`` are the set variables that select an interface;
     if there are any, the text consists of these variables.
     """
     if overrides:
@@ -39,5 +39,5 @@ def used_interface(known: Mapping[str, list[str]], overrides: Mapping[str, str],
     if world.single_host:
         return f"{loopback()} (all ranks are on this host)"
     address = listening_address(world)
-    names = [name for name, addresses in known.items() if address in addresses]
+    names = [name for name, addresses in addresses_of.items() if address in addresses]
     return f"{', '.join(names) or 'none of these'} (other hosts reach this host at {address})"

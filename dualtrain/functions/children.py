@@ -232,9 +232,9 @@ def _deadline(children: Sequence[Child], failures: Sequence[RankFailedError], cu
 
 
 def _end(children: Sequence[Child], all_returned: bool) -> None:
-    """End the ranks' processes that still run, and close every child.
+    """End the ranks that still run, with the processes that they have started, and close every child.
 
-    Unless all functions have returned (``all_returned``), also end the processes that the ranks have started. Blocks for
+    Unless all functions have returned (``all_returned``), also end the processes that ended ranks have started. Blocks for
     some seconds, or longer if the kernel does not end the processes.
     """
     left = [child for child in children if child.status is None]

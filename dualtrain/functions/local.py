@@ -33,10 +33,10 @@ def run(
     Raises:
         RankFailedError: the function raised on a rank, its result cannot be pickled or unpickled, or the process of a rank
             ended before the function returned or with a status other than 0. The other ranks are ended. The function's
-            exception is the ``__cause__``, if it is an ``Exception`` that can be pickled.
+            exception is the ``__cause__``, if it is an ``Exception`` that can be pickled and unpickled.
         UserError: ``function`` cannot be called, ``nproc`` is not a whole number from 1 or is too large for this host, the
-            function or its arguments cannot be pickled, the processes cannot be started, this process is itself one of
-            several ranks, or DUALTRAIN_BACKEND is ``horovod``.
+            function or its arguments cannot be pickled, the processes cannot be started or do not start in time, this
+            process is itself one of several ranks, or DUALTRAIN_BACKEND is ``horovod``.
     """
     return run_with(function, args, kwargs, nproc, {}, None)
 
@@ -119,6 +119,9 @@ def horovod_run(
 
     Horovod's other arguments are ignored if they make no difference on one host, and refused if they request other hosts,
     elastic training or output files.
+
+    Raises:
+        TypeError: horovod.run has no such argument.
     """
     if np is not None:
         warnings.warn("np is deprecated, use num_proc instead", DeprecationWarning, stacklevel=2)

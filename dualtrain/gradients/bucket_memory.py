@@ -116,7 +116,7 @@ class BucketMemory:
     def leave_views_before_zeros(self) -> None:
         """Do the same as :meth:`leave_views` at any time of a round, even if a gradient lies in another one's place.
 
-        Call this before the bucket sends zeros, because the layout is replaced.
+        Call this when the layout is replaced, before the bucket sends zeros.
         """
         if self._left is not None or self.exposed.have_views():
             self._leave()

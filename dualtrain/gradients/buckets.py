@@ -154,7 +154,7 @@ class Bucket:
         return self._packed.changed()
 
     def packed_outside(self) -> list[torch.Tensor]:
-        """Return the packed gradients that do not lie in the bucket. Call it before ``unpack``."""
+        """Return packed gradients outside of the bucket: see ``PackedGradients.outside``. Call it before ``unpack``."""
         return self._packed.outside()
 
     def forget_ready(self) -> None:

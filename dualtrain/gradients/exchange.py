@@ -131,7 +131,7 @@ class Exchange:
         Ranks that keep the layout wait for these buckets.
 
         Raises:
-            BackendError: on every rank, if some ranks keep the layout; on this rank, if an earlier exchange failed or was
+            BackendError: on every rank, see ``Refusals.leave_layout``; on this rank, if an earlier exchange failed or was
                 interrupted. All gradients are dropped, unless an earlier wait failed, which has dropped them already.
         """
         if self._backend is None:
@@ -146,7 +146,7 @@ class Exchange:
             raise
 
     def forget(self) -> None:
-        """Discard the buckets, and with them a failed exchange. Called when a new world replaces the current one."""
+        """Discard the buckets, and with them a failed exchange. Called when a new backend replaces the current one."""
         self.sparse = SparseGradients()  # the ranks may know different sparse gradients, but must make the same layout
         self.schedule.use([])
         self.schedule.start_round()
@@ -191,6 +191,7 @@ class Exchange:
     def _refuse_after_interrupt(self) -> None:
         """Raise BackendError if an exception such as KeyboardInterrupt has stopped the call that was to send a bucket.
 
+        All gradients are dropped then.
         A library that matches operations by their order would add this rank's next bucket to the other ranks' bucket
         that this rank has not sent.
         """
@@ -261,9 +262,9 @@ class Exchange:
             raise
 
     def refuse(self) -> NoReturn:
-        """Raise BackendError with the reason of the first rank that refused in the last round. Collective; blocks.
+        """Raise BackendError, on every rank, after a round that the ranks must refuse. Collective; blocks.
 
-        All gradients are dropped.
+        All gradients are dropped. For the message, see ``Refusals.refuse``.
         """
         assert self._backend is not None
         try:

@@ -17,11 +17,14 @@ class FrozenCheck:
         self._frozen_before: list[Slot] = []  # the frozen slots in the round before
         self._repeats = 0  # how many rounds had the same frozen slots as the round before
 
-    def trained_elsewhere(self, frozen: list[Slot]) -> Slot | None:
-        """Return the first checked slot of ``frozen`` whose gradient is not zero: another rank trains the parameter."""
-        chosen = frozen
-        if frozen and frozen == self._frozen_before:
+    def trained_elsewhere(self, slots: list[Slot]) -> Slot | None:
+        """Return the first checked one of the frozen ``slots`` whose gradient is not zero: another rank trains it.
+
+        Return ``None`` if there is none.
+        """
+        checked = slots
+        if slots and slots == self._frozen_before:
             self._repeats += 1
-            chosen = [frozen[self._repeats % len(frozen)]] if frozen[0].view.is_cpu else []
-        self._frozen_before = frozen
-        return next((slot for slot in chosen if slot.view.any()), None)
+            checked = [slots[self._repeats % len(slots)]] if slots[0].view.is_cpu else []
+        self._frozen_before = slots
+        return next((slot for slot in checked if slot.view.any()), None)

@@ -1,4 +1,4 @@
-"""Hooks on parameters. They call a reducer when a gradient is ready, or when a parameter or its module was replaced.
+"""Hooks on parameters and modules. They call a reducer when a gradient is ready, or a parameter or its module was replaced.
 
 A hook holds a weak reference to its reducer, so that the reducer is freed with its optimizer or trainer. If no reducer of a
 parameter is left, the parameter's hook raises an error: otherwise each rank would silently continue with its own gradients.
@@ -106,7 +106,7 @@ class ParameterHooks:
     def add(self, reducer: Reducer, named_parameters: Named) -> int:
         """Add parameters whose gradients ``reducer`` averages; return how many are trained. Frozen ones get no hook.
 
-        Parameters that were added before are ignored.
+        Parameters that were added before are ignored, and not counted.
 
         Raises:
             ValueError: the gradient of a parameter cannot be averaged. No parameter is added then.

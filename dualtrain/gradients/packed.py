@@ -37,7 +37,7 @@ class PackedGradients:
         Most gradients in the bucket share one version counter, so if one of them was changed, all of them are returned.
         """
         if not self._grads:
-            return []  # an interrupt such as Ctrl-C has stopped ``unpack`` after it called ``forget``
+            return []  # an interrupt such as Ctrl-C has stopped ``Bucket.unpack`` after it called ``forget``
         grads, versions = self._current(None)
         if versions == self._versions and all(map(is_, grads, self._grads)):
             return []

@@ -96,7 +96,7 @@ def number_parameters(
 def first_names(
     named: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer
 ) -> list[tuple[str, nn.Parameter]]:
-    """Return (name, parameter) for each parameter of ``optimizer``, in the order of ``named``.
+    """Return (name, parameter) for each parameter of ``optimizer`` in ``named``, in the order of ``named``.
 
     A shared parameter may have several names. The first one counts.
     """

@@ -199,9 +199,10 @@ class GradientReducer:
         their gradients count as zeros.
 
         Raises:
-            BackendError: a rank failed, did not take part within the backend's timeout, or has different parameters. If
-                gradients were sent already, all gradients are then ``None``, because some of them may be sums. Also raised
-                if a gradient was changed or assigned after it was sent.
+            BackendError: a rank failed, did not take part within the backend's timeout, has different parameters, or has
+                another reason to refuse (see ``Refusals``). If gradients were sent already, all gradients are then
+                ``None``, because some of them may be sums. Also raised if a gradient was changed or assigned after it was
+                sent.
             RuntimeError: the reducer was closed.
         """
         for reducer in (self, *self._turns.others(self._number)):
@@ -290,7 +291,7 @@ class GradientReducer:
             bucket.sum.begin()
 
     def _use_layout(self) -> None:
-        """Make new buckets if a parameter was added since the last ones were made. Collective in this case; blocks."""
+        """Make buckets at first, and after a parameter was added. Collective in these cases; blocks."""
         self.backend.check_process()  # before zeros are copied to a bucket, as for gradients in ``_begin_pass``
         self._add_unfrozen()
         if not self._exchange.laid_out:
@@ -316,7 +317,7 @@ class GradientReducer:
         self._ending, self._refused_pass = None, False
 
     def is_reduced(self) -> bool:
-        """Return whether the gradients are the last exchange's average, and were not zeroed or set to ``None`` since."""
+        """Return whether the gradients are the last exchange's average, and were not all zeroed or made ``None`` since."""
         return self._exchange.is_reduced()
 
     def renew(self, *, stepped: bool = False) -> None:
@@ -452,7 +453,10 @@ class GradientReducer:
             self.add(unfrozen)
 
     def _lay_out(self) -> None:
-        """Compare parameters and options with the other ranks, agree on the sparse gradients, and make the buckets."""
+        """Compare parameters and options with the other ranks, agree on the sparse gradients, and make the buckets.
+
+        Collective; blocks.
+        """
         agree_on_list(self.backend, "parameters", [slot.describe() for slot in self.slots])
         refuse_other_order(self.backend, [(slot.name, slot.param) for slot in self.slots])
         agree_on_list(self.backend, "options of the gradients' exchange", self._exchange.describe(self.backend.size))

@@ -43,7 +43,7 @@ class Refusals:
 
     Each rank sends a flag: NaN if it has a reason to refuse; otherwise infinity after an odd number of optimizer steps, and
     minus infinity after an even number. The sum of the flags is NaN if a rank has a reason, or if the number of steps is
-    odd on some ranks and even on others, so that weights differ. This holds for any dtype and number of ranks. A rank
+    odd on some ranks and even on others: their weights then differ. This holds for any dtype and number of ranks. A rank
     without shards sends no flag. If there is such a rank, all ranks compare their reasons and steps separately.
 
     Attributes:
@@ -70,7 +70,7 @@ class Refusals:
         self._forms = Forms([])
         #: The optimizer's parameters, by group, at the last check that found only known parameters and copies.
         self._in_groups: list[list[torch.Tensor]] = []
-        #: Parameters without a hook of this reducer, by id, that had no gradient when they were found in a group.
+        #: Parameters without a hook of this reducer, by id, that had no nonzero gradient when they were found in a group.
         self._copies: dict[int, torch.Tensor] = {}
         self._trained_copies: set[int] = set()  # ids of the copies for which backward has computed a gradient since then
         #: (module id, key) → attribute with a new parameter or module, and the name of a replaced parameter.
@@ -79,7 +79,7 @@ class Refusals:
         self._late: _LateFlag | None = None
 
     def record_parameters(self, named: Named) -> None:
-        """Record the ``named`` parameters, which must not change from now on."""
+        """Record the ``named`` parameters, whose dtypes, devices and shapes must not change from now on."""
         self._forms, self._late = Forms(named), None
 
     def record_replacement(self, attribute: ModuleAttribute, name: str) -> None:

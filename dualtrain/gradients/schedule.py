@@ -29,7 +29,7 @@ class Schedule:
         self.round = 1
 
     def use(self, buckets: Sequence[Bucket]) -> None:
-        """Replace the buckets."""
+        """Replace the buckets. None of the new ones was sent in this round."""
         self.buckets, self.next = list(buckets), 0
 
     @property

@@ -23,7 +23,7 @@ class SlotMemory(Protocol):
     def leave_views(self) -> None:
         """If the program keeps views of earlier gradients, leave the memory to these views, and use a copy of it.
 
-        Call this before the first write of a round.
+        Call this before the first write of a round (see ``Schedule``).
         """
 
     def replace_exposed(self, slot: Slot) -> None:
@@ -209,14 +209,14 @@ def kept_among(slots: list[Slot], grads: list[torch.Tensor]) -> list[tuple[Slot,
 
 
 @torch.no_grad()
-def write_back(kept: list[tuple[Slot, torch.Tensor]]) -> None:
-    """Copy each result into the existing ``param.grad``, so that the program's references to it stay valid.
+def write_back(pairs: list[tuple[Slot, torch.Tensor]]) -> None:
+    """Copy each slot's result into its existing ``param.grad``, so that the program's references to it stay valid.
 
     If such gradients share memory, only the first one can hold its result. For the others, ``param.grad`` becomes a view of
     the bucket. The same applies if a gradient's own elements share memory, or if it is no longer ``param.grad``.
     """
     end = 0
-    for slot, grad in sorted(kept, key=lambda pair: pair[1].data_ptr()):
+    for slot, grad in sorted(pairs, key=lambda pair: pair[1].data_ptr()):
         start, strides = grad.data_ptr(), zip(grad.shape, grad.stride(), strict=True)
         span = 1 + sum((n - 1) * stride for n, stride in strides) if grad.numel() else 0
         if start < end or span < grad.numel() or slot.param.grad is not grad:
