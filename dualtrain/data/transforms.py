@@ -13,7 +13,8 @@ import torch
 from dualtrain.data import draws
 from dualtrain.torchvision_shim import with_torchvision_shim
 
-# (images (n, c, h, w), uint8 or float; sample indices (n,); seed) → inputs (n, c, size, size), float32
+# (images (n, c, h, w), uint8 or float; sample indices (n,); seed) → inputs (n, c, new h, new w), float32 (one exception:
+# see ImageTransform)
 Transform = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 Statistics = tuple[tuple[float, ...], tuple[float, ...]]  # mean and standard deviation of each channel
 IMAGENET: Statistics = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))

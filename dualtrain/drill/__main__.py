@@ -108,7 +108,10 @@ def table(report: Report) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Carry out a drill. Return the exit status: 1 if the report has problems, 2 after a UserError, else 0."""
+    """Carry out a drill. Return the exit status: 1 if the report has problems, 2 after a UserError, else 0.
+
+    A signal during the drill raises SystemExit: see ``ending_by_signals``.
+    """
     try:
         given, flags, horovod = _parse(arguments)
         refuse_launcher("the drill", "the ranks of its job")

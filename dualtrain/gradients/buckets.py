@@ -76,8 +76,8 @@ class Bucket:
         self._all_small = all(view.nbytes < LARGE_BYTES for view in self.memory.views)
         #: Slots whose gradients were copied to the bucket, or will be created by ``unpack``.
         self._copied: list[Slot] = []
-        #: Slots whose gradients lay in the bucket already.
-        self._kept: list[Slot] = []
+        #: Slots whose gradients lay in their place in the bucket already.
+        self._in_place: list[Slot] = []
         #: Slots whose gradients stay outside of the bucket, each with its gradient. Results are copied to these gradients.
         self.outside: list[tuple[Slot, torch.Tensor]] = []
         #: The gradients that ``unpack`` has made outside of the bucket for missing slots.
@@ -210,13 +210,13 @@ class Bucket:
             return
         for slot, grad in large:
             torch.mul(grad.detach(), factor, out=slot.view)
-        for slot in (*self._kept, *(slot for slot, _ in small)):
+        for slot in (*self._in_place, *(slot for slot, _ in small)):
             slot.view.mul_(factor)
 
     def _sort(self) -> tuple[list[Slot], list[torch.Tensor]]:
         """Return the slots whose gradients must be copied, and these gradients; record the other and refused slots."""
         slots, grads = [], []
-        self._copied, self._kept, self._missing, self._frozen = [], [], [], []
+        self._copied, self._in_place, self._missing, self._frozen = [], [], [], []
         if (fresh := self._fresh_gradients()) is not None:
             self._copied = self.slots
             return self.slots, fresh
@@ -240,7 +240,7 @@ class Bucket:
             if address == slot.address:
                 lazy = grad.is_conj() or grad.is_neg()
                 if grad.stride() == slot.strides and grad.shape == slot.shape and grad.dtype is slot.dtype and not lazy:
-                    self._kept.append(slot)
+                    self._in_place.append(slot)
                     continue
                 # The gradient lies in this part of the buffer, but its strides, shape, dtype, or conj or neg bit differ.
                 grad = grad.resolve_conj().resolve_neg().clone()
@@ -282,7 +282,7 @@ class Bucket:
             return
         slots, grads = self._sort()
         grad_of = dict(zip(slots, grads, strict=True))
-        grad_of.update((slot, slot.view.clone()) for slot in self._kept)
+        grad_of.update((slot, slot.view.clone()) for slot in self._in_place)
         grad_of.update((slot, torch.zeros_like(slot.view)) for slot in self._missing)
         parts = [grad_of[slot].detach().to(slot.dtype) for slot in self.slots]
         self.sum.add_shard([*parts, self.memory.extra.clone()])
@@ -332,7 +332,7 @@ class Bucket:
         else:
             for slot in self._copied:
                 slot.unpack()
-        for slot in self._kept:
+        for slot in self._in_place:
             grad = slot.param.grad
             # Another reducer of the same parameter may have replaced ``param.grad`` since ``pack`` ran.
             if grad is None or grad.data_ptr() != slot.address:

@@ -31,7 +31,8 @@ from dualtrain.gradients.slots import Slot
 from dualtrain.gradients.sparse import sparse_dims
 from dualtrain.gradients.turns import turns
 
-_NUMBERS: weakref.WeakKeyDictionary[Backend, Iterator[int]] = weakref.WeakKeyDictionary()
+#: Backend → numbers for the names of its reducers.
+_NAME_COUNTERS: weakref.WeakKeyDictionary[Backend, Iterator[int]] = weakref.WeakKeyDictionary()
 
 
 class GradientReducer:
@@ -127,7 +128,7 @@ class GradientReducer:
     def _enter(self, backend: Backend) -> None:
         self.backend = backend
         # Two reducers may send their first buckets at the same time, and Horovod matches operations by name.
-        self.name = f"gradients.{next(_NUMBERS.setdefault(backend, itertools.count()))}"
+        self.name = f"gradients.{next(_NAME_COUNTERS.setdefault(backend, itertools.count()))}"
         self._turns = turns(backend)
         self._number = self._turns.enter(self)
 
