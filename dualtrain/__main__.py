@@ -38,7 +38,7 @@ def main() -> int:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
     from dualtrain.training.signals import end_on_early_interrupt, note_early_requests
 
-    earlier = signal.getsignal(signal.SIGINT)
+    previous_handler = signal.getsignal(signal.SIGINT)
     end_on_early_interrupt()  # before the slow imports, as in dualtrain.main
     if name == "train":
         note_early_requests()
@@ -47,22 +47,22 @@ def main() -> int:
     from dualtrain.version import __version__
 
     console.open_closed_streams()
-    called = "dualtrain" if Path(sys.argv[0]).name == "dualtrain" else "python -m dualtrain"
+    program = "dualtrain" if Path(sys.argv[0]).name == "dualtrain" else "python -m dualtrain"
     if name in ("", "-h", "--help", "--version"):
         try:
-            console.show(f"dualtrain {__version__}" if name == "--version" else _overview(called))
+            console.show(f"dualtrain {__version__}" if name == "--version" else _overview(program))
         except UserError as error:
             console.print_error(error)
             return 2
         return 0
     if name not in COMMANDS:
-        console.print_error(f"{name!r} is not a command: choose one of {', '.join(COMMANDS)}, or see {called} --help")
+        console.print_error(f"{name!r} is not a command: choose one of {', '.join(COMMANDS)}, or see {program} --help")
         return 2
-    console.started_as = f"{called} {name}"
+    console.started_as = f"{program} {name}"
     del sys.argv[1]
     try:
         if name not in ("train", *_ENDED_AT_ONCE):
-            signal.signal(signal.SIGINT, earlier)
+            signal.signal(signal.SIGINT, previous_handler)
         runpy.run_module(f"dualtrain.{COMMANDS[name][0]}", run_name="__main__", alter_sys=True)
     except KeyboardInterrupt:
         if name == "horovodize":
@@ -72,17 +72,17 @@ def main() -> int:
     return 0
 
 
-def _overview(called: str) -> str:
+def _overview(program: str) -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:{width}}  {about}" for name, (_, about) in COMMANDS.items()]
     return "\n".join(
         [
-            f"usage: {called} COMMAND …",
+            f"usage: {program} COMMAND …",
             "",
             *lines,
             "",
-            f"{called} COMMAND --help lists the options of a command, and {called} --version prints the version.",
-            f"Under a launcher: torchrun --nproc-per-node 2 -m dualtrain train, or horovodrun -np 2 {called} train.",
+            f"{program} COMMAND --help lists the options of a command, and {program} --version prints the version.",
+            f"Under a launcher: torchrun --nproc-per-node 2 -m dualtrain train, or horovodrun -np 2 {program} train.",
         ]
     )
 

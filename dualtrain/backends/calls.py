@@ -125,14 +125,14 @@ class Calls(Primitives):
         """Return whether this backend was made by a different thread than the calling one."""
         return not hasattr(self._of_thread, "made_backend")
 
-    def _call_or_refuse(self, kind: str, name: str | None, call: Callable[[], T], second: bool) -> T:
-        """Return the result of ``call``; ``second`` says whether a second thread makes it.
+    def _call_or_refuse(self, kind: str, name: str | None, call: Callable[[], T], second_thread: bool) -> T:
+        """Return the result of ``call``; ``second_thread`` says whether a second thread makes it.
 
         If ``call`` raises before the ranks have compared their calls, raise on every rank, so that the other ranks do not
         wait for this rank. Their error names this rank's call by ``kind`` and ``name``.
         """
         before = self.in_second_thread, self.compared
-        self.in_second_thread, self.compared = second, False
+        self.in_second_thread, self.compared = second_thread, False
         try:
             return call()
         except BackendError:

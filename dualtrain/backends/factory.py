@@ -172,9 +172,9 @@ def _open(name: str, world: World, device: torch.device, timeout: float, groups:
         from dualtrain.backends.horovod import HorovodBackend
 
         return HorovodBackend(world, device, timeout, groups, over_torch.meet)
-    found = over_torch.rank_in_default_group()
-    if found is not None and not world.name:
-        _refuse_other_world(name, found, world)
+    rank_and_size = over_torch.rank_in_default_group()
+    if rank_and_size is not None and not world.name:
+        _refuse_other_world(name, rank_and_size, world)
     store, placed = over_torch.meet(world, timeout)
     return over_torch.TorchBackend(world, device, timeout, store, placed)
 
@@ -324,8 +324,8 @@ def _share_memory(backend: Backend, transport: str) -> Backend:
 
     Collective. If it is chosen and not possible, rank 0 logs a warning.
     """
-    several = len(set(backend.hosts)) > 1
-    automatic = transport == "auto" and backend.name == "torch" and backend.device.type == "cpu" and not several
+    several_hosts = len(set(backend.hosts)) > 1
+    automatic = transport == "auto" and backend.name == "torch" and backend.device.type == "cpu" and not several_hosts
     if backend.name == "local" or not (automatic or transport == "shm"):
         return backend
     try:

@@ -72,7 +72,7 @@ def build_facts() -> dict[str, Any]:
     return {
         "frameworks": [shown for name, shown in extensions.items() if any((folder / name).glob("mpi_lib*.so"))],
         "controllers": [name for name in ("MPI", "Gloo") if built[name]],
-        "operations": [name for name, there in built.items() if there],
+        "operations": [name for name, is_built in built.items() if is_built],
         "torch": built_for,
     }
 
@@ -106,11 +106,11 @@ def _wrap_init(library: Any, world: World, meet: Meet) -> None:
 
     Without this, each process would be a world of size 1.
     """
-    plain, kept = library.init, []
+    original_init, references = library.init, []
 
     def init(*args: Any, **kwargs: Any) -> None:
         if not library.is_initialized():
-            kept.append(initialise(partial(plain, *args, **kwargs), world, 300.0, False, True, meet))
+            references.append(initialise(partial(original_init, *args, **kwargs), world, 300.0, False, True, meet))
 
     for module in (library, library.mpi_ops, library.elastic):
         module.init = init
@@ -280,14 +280,14 @@ class HorovodBackend(Backend):
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             # If an input were a view, a view of it would refer to the input's base instead: pass Horovod no views.
             inputs = tuple(ordinary(each).detach() for each in inputs)
-            held = [tensor.view_as(tensor) for tensor in inputs]
-            return self._issue(what, partial(issue, *inputs), output if output is None else ordinary(output), held)
+            views = [tensor.view_as(tensor) for tensor in inputs]
+            return self._issue(what, partial(issue, *inputs), output if output is None else ordinary(output), views)
 
     def _issue(
-        self, what: str, issue: Callable[[], int], output: torch.Tensor | None, held: list[torch.Tensor]
+        self, what: str, issue: Callable[[], int], output: torch.Tensor | None, views: list[torch.Tensor]
     ) -> Work[None]:
         try:
-            return _HorovodWork(self, issue(), what, output, held)
+            return _HorovodWork(self, issue(), what, output, views)
         except (RuntimeError, ValueError) as error:
             raise self.failure(what, error, waited=_SHUT_DOWN in str(error)) from error
 

@@ -626,8 +626,8 @@ def open_store(world: World, timeout: float) -> dist.Store:
     """
     if world.size == 1:
         return dist.HashStore()
-    if (found := _store_of_default_group(world)) is not None:
-        return _numbered(found, world, ("", 0))
+    if (default_store := _store_of_default_group(world)) is not None:
+        return _numbered(default_store, world, ("", 0))
     if world.rendezvous is None:
         others = "the other process" if world.size == 2 else f"the other {world.size - 1} processes"
         if world.launcher == "none":
@@ -697,12 +697,12 @@ def _store_of_default_group(world: World) -> dist.Store | None:
     smaller than the group. dualtrain uses this store because rank 0 of the default group already listens on MASTER_PORT.
     Under torchrun, this store is not needed: the agent's store serves any number of worlds.
     """
-    found = rank_in_default_group()
-    if found is None or world.launcher == "torchrun":
+    rank_and_size = rank_in_default_group()
+    if rank_and_size is None or world.launcher == "torchrun":
         return None
-    same = found[1] > world.size if world.name else found == (world.rank, world.size)
+    contains = rank_and_size[1] > world.size if world.name else rank_and_size == (world.rank, world.size)
     # Private API of torch, the same in torch 2.5 to 2.15: there is no public way to get a default group's store.
-    return distributed_c10d._get_default_store() if same else None
+    return distributed_c10d._get_default_store() if contains else None
 
 
 def _serve_native(host: str, size: int, wait: timedelta) -> tuple[dist.Store, str]:

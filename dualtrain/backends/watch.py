@@ -127,17 +127,17 @@ class Watch:
         wait for a rank whose program failed outside of dualtrain, or know only that its connection broke. The earlier
         hook is called as well. In a forked child, the hook and the handler report nothing: the rank itself still runs.
         """
-        earlier = sys.excepthook
+        earlier_hook = sys.excepthook
 
         def report_and_print(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             self.announce("".join(traceback.format_exception(kind, error, trace)).strip())
-            earlier(kind, error, trace)
+            earlier_hook(kind, error, trace)
 
         def unhook() -> None:
             atexit.unregister(self.leave)
-            # Keep a hook that was installed later. It may call ``report_and_print``, which now only calls ``earlier``.
+            # Keep a hook that was installed later. It may call ``report_and_print``, which now only calls ``earlier_hook``.
             if sys.excepthook is report_and_print:
-                sys.excepthook = earlier
+                sys.excepthook = earlier_hook
 
         sys.excepthook = report_and_print
         atexit.register(self.leave)
@@ -254,8 +254,8 @@ class Watch:
                 self.send(message)
 
     def _note_wait(self, rank: int, waits: str, ended: bool) -> None:
-        found = self.waiting.get(rank, [])  # several threads of a rank may wait
-        self.waiting[rank] = [one for one in found if one != waits] if ended else [*found, waits]
+        earlier_waits = self.waiting.get(rank, [])  # several threads of a rank may wait
+        self.waiting[rank] = [one for one in earlier_waits if one != waits] if ended else [*earlier_waits, waits]
 
     def _note_failure(self, failure: PeerFailure) -> None:
         if failure.quiet and not self._leaving:

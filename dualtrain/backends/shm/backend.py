@@ -131,11 +131,11 @@ class SharedMemoryBackend(DelegatingBackend):
         self, inner: Backend, sum_memories: list[SharedMemory] | None = None, reserved: Sequence[int] = ()
     ) -> None:
         super().__init__(inner)
-        several = len(set(inner.hosts)) > 1
+        several_hosts = len(set(inner.hosts)) > 1
         if len(set(Counter(inner.hosts).values())) > 1:
             raise UnsharedError("the hosts do not have equally many ranks")
-        self.transport = f"{type(self).transport}+{inner.transport}" if several else type(self).transport
-        between_hosts = inner.between_hosts() if several else None
+        self.transport = f"{type(self).transport}+{inner.transport}" if several_hosts else type(self).transport
+        between_hosts = inner.between_hosts() if several_hosts else None
         # Operations in one memory are matched by their order. The order of gradient sums relative to other calls may differ
         # between ranks, so each kind has its own memory.
         self._sum_memories = [] if sum_memories is None else sum_memories

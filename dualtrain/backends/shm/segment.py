@@ -62,14 +62,14 @@ def map_on_host(
                 # Allocate all pages now: otherwise a page that cannot be allocated causes SIGBUS later.
                 os.posix_fallocate(descriptor, 0, nbytes + _NONCE_BYTES)
                 os.pwrite(descriptor, nonce.to_bytes(_NONCE_BYTES, "little"), nbytes)
-                made = _map(descriptor, nbytes)
-                prepare(made)
-                memory = made
+                new_memory = _map(descriptor, nbytes)
+                prepare(new_memory)
+                memory = new_memory
             except Exception as error:  # any exception: this rank must still call exchange, for which the others wait
                 problem = f"cannot allocate {nbytes} bytes of shared memory: {_reason(error)}"
         mine = [os.getpid(), descriptor, nonce, int(memory is not None)]
-        pid, number, nonce, there = exchange(mine)[leader]
-        if rank != leader and there:
+        pid, number, nonce, exists = exchange(mine)[leader]
+        if rank != leader and exists:
             try:
                 memory = _open(pid, number, nonce, nbytes)
             except Exception as error:
