@@ -32,7 +32,7 @@ _OF_SECOND_THREAD = 0xD1B54A32D192ED03  # added to the fingerprint if a second t
 _PLAIN = (ValueError, TypeError, UserError)  # their messages say enough without the name of the type
 _IN_SECOND_THREAD = " in a second thread, which needs a channel()"
 
-#: Function that gathers the same number of integers from every rank, in rank order: ``Primitives.exchange``.
+#: Function that gathers the same number of integers from every rank, in rank order, such as ``Primitives.exchange``.
 Exchange = Callable[[Sequence[int]], list[list[int]]]
 
 
@@ -133,7 +133,7 @@ def refuse(backend: Primitives, call: Call, problem: Exception) -> NoReturn:
 
     Raises:
         Exception: ``problem``, on every rank, if all of them make this call and have this problem.
-        BackendError: on every rank, if their calls or problems differ.
+        BackendError: on every rank, if their calls or problems differ; otherwise as :func:`agree`.
     """
     text = re.sub(r" at 0x[0-9a-f]+", "", one_line(problem))  # the address of an object differs between ranks
     if type(problem) not in _PLAIN or not text:

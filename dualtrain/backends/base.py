@@ -9,7 +9,7 @@ the ranks' calls (``agreement.py``). The code that sums gradients compares the r
 gradients whenever it makes a layout.
 
 Buckets of gradients are sent during backward, which may also make other collective calls. So the sums of gradients are
-matched separately from all other operations, except with NCCL.
+matched separately from all other operations, except with NCCL, since two NCCL groups may deadlock.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class Work(ABC, Generic[T_co]):
 
         Raises:
             BackendError: the operation failed or timed out; :class:`~dualtrain.errors.PeerFailedError` if a rank failed.
-            Exception: the error of a call whose name ends in ``_async``, such as ValueError, if all ranks' calls have it.
+            Exception: the error of an asynchronous call, such as ValueError, if all ranks' calls have it, or if it occurred
+                after the ranks had compared their calls.
         """
 
     @abstractmethod

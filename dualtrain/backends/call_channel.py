@@ -26,8 +26,8 @@ class CallChannel:
     """One rank's end of the connections, for one exchange at a time.
 
     If an exchange times out on this rank, the next exchange first finishes it, so that the ranks stay in step. Until then,
-    the buffers of the exchange that timed out must not be changed. If an exchange is interrupted, all later exchanges
-    fail, since it is unknown how much of it was received.
+    the buffers of the exchange that timed out must not be changed. If an exchange fails in another way, or is interrupted
+    while it sends or receives, all later exchanges fail, since it is unknown how much of it was received.
 
     Args:
         rank: this rank.

@@ -104,7 +104,8 @@ class Calls(Primitives):
 
         Raises:
             Exception: ``problem``, on every rank, if all of them refuse this call for this reason.
-            BackendError: on every rank, if their calls or problems differ; the message names each rank's.
+            BackendError: on every rank, if their calls or problems differ (the message names each rank's); or a rank
+                failed, or the comparison timed out.
         """
         self._now(kind, name, partial(raise_problem, problem))
         raise AssertionError("a call that raises has returned")
@@ -128,8 +129,9 @@ class Calls(Primitives):
     def _call_or_refuse(self, kind: str, name: str | None, call: Callable[[], T], second_thread: bool) -> T:
         """Return the result of ``call``; ``second_thread`` says whether a second thread makes it.
 
-        If ``call`` raises before the ranks have compared their calls, raise on every rank, so that the other ranks do not
-        wait for this rank. Their error names this rank's call by ``kind`` and ``name``.
+        If ``call`` raises an error before the ranks have compared their calls, and it is not a BackendError, raise on every
+        rank, so that the other ranks do not wait for this rank. Their error names this rank's call by ``kind`` and
+        ``name``.
         """
         before = self.in_second_thread, self.compared
         self.in_second_thread, self.compared = second_thread, False

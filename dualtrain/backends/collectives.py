@@ -35,17 +35,18 @@ class Backend(Reductions, ObjectCalls):
     Collective: every rank makes the same calls in the same order. A call that does not match (another operation,
     shape, dtype, root or name) raises :class:`~dualtrain.errors.BackendError` on every rank. The error names each rank's
     call, and the backend stays usable. A call with wrong arguments also raises on every rank. If all ranks' calls have the
-    same ValueError or TypeError, this error is raised. Otherwise BackendError is raised, which names the rank and its
+    same error, such as a ValueError, this error is raised. Otherwise BackendError is raised, which names the rank and its
     error. A rank with wrong arguments sends its error in the comparison of calls, so correct calls need no additional
     message. If an error occurs on one rank after the comparison, such as too little memory for the result, the calls of
     the other ranks raise PeerFailedError. The backend can then no longer be used.
 
     Tensors may have any dtype (for reductions, see :meth:`allreduce`), any strides, and any number of dimensions, zero
-    included. Sparse, nested and quantized tensors are refused. Results are new, contiguous tensors on the same device,
-    without autograd history (:mod:`dualtrain.functional` has collectives with gradients). Calls work inside and outside of
-    ``torch.inference_mode()``, on tensors made inside or outside of it. Calls without ``_async`` block until the result can
-    be used on the current stream. Calls with ``_async`` return a :class:`~dualtrain.backends.base.Work`, whose ``wait()``
-    returns the result; do not change the tensor before ``wait()`` has returned. A name is shown in errors and reports.
+    included. Sparse, nested and quantized tensors are refused. Results, except of calls in place, are new, contiguous
+    tensors on the same device, without autograd history (:mod:`dualtrain.functional` has collectives with gradients). Calls
+    work inside and outside of ``torch.inference_mode()``, on tensors made inside or outside of it. Calls without ``_async``
+    block until the result can be used on the current stream. Calls with ``_async`` return a
+    :class:`~dualtrain.backends.base.Work`, whose ``wait()`` returns the result; do not change the tensor before ``wait()``
+    has returned. A name is shown in errors and reports.
 
     Make all calls in one thread, since calls of several threads would have no common order on all ranks. Give each further
     thread its own backend, which :meth:`channel` returns. A call raises BackendError if a blocking call of a different
@@ -85,6 +86,7 @@ class Backend(Reductions, ObjectCalls):
             ValueError: ``ranks`` is empty, repeats a rank or has a rank that does not exist; or this backend is itself a
                 group or a channel, or is Horovod's and was connected with ``groups=False``.
             TypeError: a rank is not an integer.
+            UserError: the processes of the group cannot connect to each other.
             BackendError: as :meth:`allreduce`.
         """
         return self._now("group", None, partial(self._checked_group, ranks))
@@ -94,6 +96,10 @@ class Backend(Reductions, ObjectCalls):
 
         The operations of a channel and those of this backend may be interleaved in a different order on each rank, except
         for operations on GPUs: with two NCCL communicators, they may deadlock. The channel is closed with this backend.
+
+        Raises:
+            UserError: the processes cannot connect to each other.
+            BackendError: as :meth:`allreduce`.
         """
         channel = self._now("channel", None, partial(self._group, list(range(self.size)), "channel"))
         assert channel is not None

@@ -66,7 +66,7 @@ def replace_by_horovod(package: str) -> None:
     """Replace ``package`` and its modules by Horovod's own modules of the same names.
 
     Raises:
-        UserError: Horovod is not installed.
+        UserError: Horovod is not installed; or as :func:`~dualtrain.launchers.detect_world`.
     """
     from dualtrain.backends.horovod import replace_package
     from dualtrain.backends.torch import meet

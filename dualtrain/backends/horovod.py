@@ -186,7 +186,7 @@ class HorovodBackend(Backend):
         device: where this rank's tensors will be.
         timeout: the longest time in seconds that any wait lasts.
         groups: whether process sets can be made later.
-        meet: makes the job's store, unless Horovod's own launcher or MPI has started this process.
+        meet: makes the job's store, if the start of Horovod needs it.
 
     Attributes:
         failed: the error of an operation that failed; all later operations fail too.

@@ -82,7 +82,7 @@ def _defaults(world: World, groups: bool) -> dict[str, str]:
 def _initialise_launched(start: Callable[[], None], world: World, timeout: float) -> None:
     """Start Horovod in a process that Horovod's own launcher or MPI has started.
 
-    Raises UserError if the ranks chose different backends or do not meet in time.
+    Raises UserError if the ranks chose different backends or do not meet in time, or as :func:`refuse_left_over`.
     """
     refuse_unlike("backend", names_by_server(world, timeout, "horovod"), SAME_BACKEND)
     if world.launcher.startswith("mpi"):

@@ -103,7 +103,7 @@ class Reductions(Movement):
     def _reduce_wire(self, tensor: torch.Tensor, op: ReduceOp, name: str | None, *, in_place: bool) -> torch.Tensor:
         """Reduce ``tensor`` in its wire dtype (``wire.py``); return the result.
 
-        The result is a new tensor. With ``in_place``, it is ``tensor`` itself if no conversion is needed.
+        The result is a new tensor. With ``in_place``, it is ``tensor`` itself, or a view of it, if no conversion is needed.
         """
         call = Call.on(op.value, tensor, name)
         primitive = wire.wire_op(tensor.dtype, op)

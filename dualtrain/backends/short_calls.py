@@ -41,9 +41,9 @@ def longest(size: int, *, one_host: bool, few_cores: bool) -> int:
 
 
 class _Views(NamedTuple):
-    """Views of the frames in the dtype of a reduction: this rank's values, the values of all ranks, and the result.
+    """Views of the frames in the dtype of the sent data: this rank's values, all ranks' values, a reduction's result.
 
-    ``mine`` and ``result`` have the shape of the reduced tensor.
+    ``mine`` and ``result`` have the shape of the data. Only rank 0 has all ranks' values.
     """
 
     mine: torch.Tensor

@@ -238,7 +238,7 @@ class TorchBackend(Backend):
 
     Raises:
         UserError: the processes cannot connect to each other.
-        BackendError: a rank did not connect to rank 0 in time, or failed after it had connected.
+        BackendError: rank 0 cannot be reached or cannot listen, or a rank did not connect to it in time or failed later.
     """
 
     name = "torch"
@@ -268,7 +268,7 @@ class TorchBackend(Backend):
 
         Raises:
             UserError: the processes cannot connect to each other.
-            BackendError: a rank did not connect to rank 0 in time, or rank 0 cannot listen.
+            BackendError: a rank did not connect to rank 0 in time, or rank 0 cannot be reached or cannot listen.
         """
         self._store = store
         self._groups: list[Any] = []

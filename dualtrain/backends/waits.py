@@ -240,7 +240,7 @@ class Waits:
             self.interrupted = type(error)
 
     def _report_interruption(self, kind: type[BaseException]) -> str:
-        """Report to the other ranks that an exception of the type ``kind`` has stopped a call of this rank; return why."""
+        """Report to the other ranks that an exception of type ``kind`` has stopped a call of this rank; return the text."""
         number = self.job_rank
         how = "failed or timed out" if issubclass(kind, BackendError) else f"was interrupted by {kind.__name__}"
         reason = (

@@ -3,7 +3,8 @@
 When a rank exits in a collective, the connections of some ranks are reset, and other ranks wait without an error. No
 message names the rank that exited. So every rank has one connection to rank 0 in addition to the backend's own. A rank
 with an uncaught exception sends the reason and the traceback before it exits. If a rank is killed, its connection breaks.
-In both cases, rank 0 informs all ranks. Every wait of a backend (``Waits.await_bounded``) checks for such a failure.
+In both cases, rank 0 informs all ranks. A failure of rank 0 itself reaches every other rank directly, over its connection.
+Every wait of a backend (``Waits.await_bounded``) checks for such a failure.
 """
 
 from __future__ import annotations
@@ -58,8 +59,8 @@ class Watch:
         on_peer_failure: a function of the program, or ``None``. Setting a function calls :meth:`add_callback`. So a
             function that is set after a failure is called at once, even if it was called before.
         waiting: for each rank, the operations for which it has reported a long wait that has not ended, or a failed wait.
-            Rank 0 also sends each report back to its sender. So a rank other than 0 finds its own wait here, as long as
-            rank 0's process does not hang.
+            Rank 0 also sends each of these reports back to its sender. So every other rank finds its own wait here, as long
+            as rank 0's process does not hang.
     """
 
     def __init__(self, ranks: Ranks, address: str) -> None:

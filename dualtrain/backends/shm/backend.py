@@ -26,7 +26,7 @@ class DelegatingBackend(Backend):
     """Backend that uses another backend, ``inner``, for most primitives.
 
     A subclass must implement ``start_allreduce`` and ``exchange``, and may override other primitives.
-    ``close`` closes ``inner`` too.
+    ``close`` closes ``inner`` too, unless a peer has failed.
     """
 
     def __init__(self, inner: Backend) -> None:

@@ -5,8 +5,9 @@ shard (one part of the elements per rank) of all buffers, in rank order, and wri
 ranks have posted "done", every buffer holds the whole result. On one host no data is sent, and the fixed order gives the
 same bits in every run.
 
-A short tensor is copied to a slot in shared memory instead, and every rank computes the whole reduction from the slots of
-all ranks (``short.py``). This needs one signal instead of two; a signal takes longer than the reduction of a short tensor.
+On one host, a short tensor is copied to a slot in shared memory instead, and every rank computes the whole reduction from
+the slots of all ranks (``short.py``). This needs one signal instead of two; a signal takes longer than the reduction of a
+short tensor.
 
 With several hosts, the ranks that have the same shard (one per host) all-reduce it through the library. Then each of them
 writes the result into the buffers of its host.
@@ -131,9 +132,9 @@ class SharedMemory:
         """Reduce ``tensor`` (contiguous, on the CPU) over all ranks, into itself. Collective; does not block.
 
         All elements but the last ``tail`` are then multiplied by ``factor``. A buffer of :attr:`buffers` is reduced
-        without copies. If ``tensor`` is such a buffer on one rank, it must be one on every rank. With ``in_place=False``,
-        such a buffer is copied like any other tensor. With ``tree``, which requires such a buffer, partial sums are added
-        along the tree instead of in rank order.
+        without copies, unless it is short (:meth:`is_short`). If ``tensor`` is such a buffer on one rank, it must be one on
+        every rank. With ``in_place=False``, such a buffer is copied like any other tensor. With ``tree``, which requires
+        such a buffer, partial sums are added along the tree instead of in rank order.
 
         Raises:
             BackendError: this operation or an earlier one failed.
@@ -357,7 +358,10 @@ class SharedMemory:
         return False
 
     def _wait_and_progress(self, kind: int, other: int, seconds: float) -> bool:
-        """Wait for a post; return whether there is one. Meanwhile advance operations for which the other rank may wait."""
+        """Wait for a post; return whether there is one. First advance operations for which the other rank may wait.
+
+        Raises BackendError if the other rank was interrupted.
+        """
         unfinished = sum(memory.progress() for memory in self._progressing_memories() if memory is not self) > 0
         if kind == _VECTOR:
             self.advance()

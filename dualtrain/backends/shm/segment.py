@@ -27,7 +27,7 @@ _REASON_BYTES = 128
 
 
 class UnsharedError(Exception):
-    """Shared memory cannot be used: the ranks of a host cannot map it, or the hosts have unequal rank counts.
+    """Shared memory cannot be used: a host's ranks cannot map it, too little was reserved, or rank counts are unequal.
 
     Raised on every rank, with the same reason.
     """

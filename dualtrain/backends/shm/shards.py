@@ -2,7 +2,7 @@
 
 The elements are divided into one shard per rank. Each rank reduces its shard piece by piece. It reduces all ranks' values
 of a piece into one buffer: the first rank's buffer or, with a tree, the first partial sum. Then it copies the result into
-the other buffers, while the piece is in the CPU cache.
+the other buffers; on one host, it does this at once, while the piece is in the CPU cache.
 """
 
 from __future__ import annotations
