@@ -102,7 +102,8 @@ class Reduction:
     Attributes:
         tensor: this rank's values; they are not changed.
         op: SUM, MIN, MAX or PRODUCT.
-        result: the reduced values; ``None`` until they are known. The backend's next call overwrites them.
+        result: the reduced values; ``None`` if they were not sent with the comparison of the call. The backend's
+            next call overwrites them.
     """
 
     tensor: torch.Tensor
@@ -117,7 +118,8 @@ class Broadcast:
     Attributes:
         root: the rank that sends.
         data: the root's bytes (contiguous uint8); ``None`` on other ranks.
-        result: the root's bytes (CPU); ``None`` until they are known. The backend's next call overwrites them.
+        result: the root's bytes (CPU); ``None`` if they were not sent with the comparison of the call. The backend's
+            next call overwrites them.
     """
 
     root: int
@@ -132,7 +134,8 @@ class Gather:
     Attributes:
         data: this rank's bytes (contiguous uint8).
         unit: bytes per row of the gathered tensor, or 1. The ranks exchange how many of these units each of them sends.
-        result: the bytes of all ranks (CPU); ``None`` until they are known. The backend's next call overwrites them.
+        result: the bytes of all ranks (CPU); ``None`` if they were not sent with the comparison of the call. The backend's
+            next call overwrites them.
     """
 
     data: torch.Tensor

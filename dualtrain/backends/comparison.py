@@ -1,7 +1,8 @@
 """Named values that must be the same on every rank, compared in one short exchange.
 
-Each rank sends a hash of its values. If the hashes differ, each rank also sends the values as text. So all ranks know the
-same differences and raise the same error, even if a value is missing or could not be read on one rank.
+Each rank sends a hash of its values. If the hashes differ, or no rank could read its values, each rank also sends the
+values as text, or its error. So all ranks know the same differences and raise the same error, even if a value is missing or
+could not be read on one rank.
 """
 
 from __future__ import annotations

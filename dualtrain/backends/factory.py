@@ -97,8 +97,9 @@ def connect(
         device: where this rank's tensors will be; ``"auto"`` is the GPU of this local rank, or the CPU without GPUs.
         timeout: the longest time in seconds that any wait on the backend lasts.
         groups: whether ``Backend.group`` will be called; only the horovod backend uses this. If True, Horovod synchronizes
-            its process sets in every cycle, and holds a lock that every call needs. Over MPI, a
-            failed rank can then make the other ranks wait for that lock. If False, Horovod is faster.
+            its process sets in every cycle, and holds a lock that every call needs. Over MPI, a failed rank can then make
+            the other ranks wait for that lock. If False, Horovod is faster, except with ``transport="shm"`` on several
+            hosts, which needs process sets.
         transport: how CPU tensors are reduced. ``"native"`` uses the backend's library. ``"shm"`` uses memory that the
             ranks of a host share, and the library between hosts. If the ranks cannot share memory, rank 0 logs a warning,
             and the library is used. ``"auto"`` is ``"shm"`` for the torch backend on the CPU with all ranks on one
@@ -175,8 +176,8 @@ def _open(name: str, world: World, device: torch.device, timeout: float, groups:
     rank_and_size = over_torch.rank_in_default_group()
     if rank_and_size is not None and not world.name:
         _refuse_other_world(name, rank_and_size, world)
-    store, placed = over_torch.meet(world, timeout)
-    return over_torch.TorchBackend(world, device, timeout, store, placed)
+    store, placed_world = over_torch.meet(world, timeout)
+    return over_torch.TorchBackend(world, device, timeout, store, placed_world)
 
 
 def _checked_timeout(timeout: object) -> float:
