@@ -13,7 +13,8 @@ With several hosts, the ranks that have the same shard (one per host) all-reduce
 writes the result into the buffers of its host.
 
 The caller's thread does the work, when it waits for an operation. It also does what is possible without blocking when it
-starts the next operation. If the ranks compute on all cores, an additional thread would not make this faster.
+starts the next operation or calls ``done()``. If the ranks compute on all cores, an additional thread would not make
+this faster.
 """
 
 from __future__ import annotations
@@ -166,7 +167,10 @@ class SharedMemory:
         return work.region is not None and len(self._pending) < _TAGS - 1 and all(map(_has_posted, self._pending))
 
     def is_short(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` is so short that every rank computes its whole reduction; the same on every rank."""
+        """Return whether ``tensor`` is so short that every rank computes its whole reduction. False with several hosts.
+
+        The result is the same on every rank.
+        """
         return self._between_hosts is None and self._short.fits(tensor)
 
     def reduce_while_comparing(
