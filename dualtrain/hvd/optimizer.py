@@ -94,7 +94,7 @@ def DistributedOptimizer(  # noqa: N802
     named = name_parameters(optimizer, named_parameters)
     if process_set.ranks is None:
         process_set.usable_id()  # raises ValueError: the ranks of a communicator are unknown until the set is in use
-    base = _AdasumOptimizer if op == Adasum and _several(process_set) else _Optimizer
+    base = _AdasumOptimizer if op == Adasum and _has_several_ranks(process_set) else _Optimizer
     # Make a subclass of the optimizer's class, as Horovod does: the wrapper of an SGD is an instance of torch.optim.SGD.
     # Lightning and other libraries recognize a wrapped optimizer by the word "horovod" in str() of its class.
     names = {"__module__": __name__, "__qualname__": f"horovod.{type(optimizer).__name__}", **values_of(optimizer, base)}
@@ -107,7 +107,7 @@ def DistributedOptimizer(  # noqa: N802
     return wrapper
 
 
-def _several(process_set: ProcessSet) -> bool:
+def _has_several_ranks(process_set: ProcessSet) -> bool:
     """Return whether the set has several ranks. The set need not be in use."""
     return len(process_set.ranks or []) > 1
 
@@ -144,8 +144,8 @@ class _Optimizer(NativeOptimizer):
         self.reducer: HorovodReducer | None = None  # type: ignore[assignment]
         # As on Horovod, a rank that is alone in its process set, but not in the world, has hooks too: every parameter gets
         # a gradient.
-        several = size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
-        self._alone = not (several and process_set.included())
+        is_distributed = size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
+        self._alone = not (is_distributed and process_set.included())
         if not self._alone:
             named = first_names(named, optimizer)
             HorovodReducer.close_replaced(named, process_set)

@@ -173,14 +173,14 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         NotImplementedError: the set was made from an MPI communicator.
         HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down.
     """
-    engine = _dynamic("adding")
+    engine = _engine_with_dynamic_sets("adding")
     one = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     if one.ranks is None:
         raise NotImplementedError("pass a process set made from an MPI communicator to hvd.init(process_sets=…)")
     return _add(engine, one)
 
 
-def _dynamic(what: str) -> Engine:
+def _engine_with_dynamic_sets(what: str) -> Engine:
     """Return the engine. Raises ValueError if there is none, or if sets cannot be added and removed after ``init``."""
     engine = _connected()
     if not engine.settings.dynamic_sets:
@@ -213,7 +213,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     number = process_set.process_set_id
     if not number:
         return False
-    _dynamic("removing")
+    _engine_with_dynamic_sets("removing")
     removed = bool(_connected().submit("remove_process_set", ranks=[number]).wait())
     for one in [process_set, *_attached]:  # not before: if the call fails, the set can still be used, and removed later
         if one.process_set_id == number:
