@@ -46,7 +46,7 @@ class Caller(Reducer, Protocol):
     """A reducer that combines gradients by a grouped allreduce."""
 
     def abandon_call(self) -> None:
-        """Discard the result of a call that this rank has made before it joined."""
+        """Discard the result of the call, if any, that this rank has made before it joined."""
 
 
 class Exchanger(Reducer, Protocol):
@@ -77,7 +77,8 @@ class Exchanger(Reducer, Protocol):
     def take_part(self, divide_by: str) -> None:
         """Send zeros for the next exchange, because this rank has joined; do not wait for the sums.
 
-        If a backward pass on this rank has already begun the exchange, send its gradients instead.
+        If a backward pass on this rank has already begun the exchange, send its gradients instead, unless a rank discards
+        the exchange.
         """
 
     @property
@@ -113,7 +114,7 @@ class Registry(Generic[R]):
         return self._counts[reducer.base_name]
 
     def position(self, reducer: R) -> list[int]:
-        """Return the reducer's ``number``, and how many reducers of its kind and base name there are."""
+        """Return the reducer's ``number``, and the :meth:`count` of its base name."""
         return [reducer.number, self.count(reducer.base_name)]
 
     def count(self, base_name: str) -> int:
@@ -144,7 +145,7 @@ class Reducers:
         self.done: dict[str, int] = {}
         #: Exchanges whose results at least one rank discards, as pairs of a channel name and a number.
         self.dropped: set[tuple[str, int]] = set()
-        #: Exchanges whose results this rank has not used, although it has taken part in them.
+        #: Exchanges whose results this rank does not use, although it takes part in them.
         self.unused: set[tuple[str, int]] = set()
 
     def claim(self, base_name: str) -> str:
@@ -183,7 +184,9 @@ class Reducers:
         return [one for one in registry.alive() if not one.channel_name and one.base_name == base and not one.closed]
 
     def skip(self, channel_name: str, position: list[int], added: list[str]) -> bool:
-        """Count a grouped call of the other ranks, for which the engine has sent zeros, because this rank has joined.
+        """Count a grouped call of the other ranks. Called while this rank has joined.
+
+        The engine has contributed identity elements to the call.
 
         Return False if it is unknown which of this rank's reducers the call belongs to. For ``position``, see
         :meth:`find`. ``added`` is the new value for this channel in :attr:`added`.
@@ -217,7 +220,8 @@ class Channels:
 
     Attributes:
         sets: process set id → backend; 0 is the world.
-        gradients: channel name → pair of the backend and the gradients that are sparse on any rank.
+        gradients: name of the request that opened a channel (the channel name, "/", and the number of its gradients) → pair
+            of the backend and the gradients that are sparse on any rank.
     """
 
     def __init__(self, world: Backend) -> None:
@@ -237,7 +241,7 @@ class Channels:
             channel: the backend for an optimizer's gradients.
             transport: ``"native"`` (no shared memory), ``"shm"`` (shared memory), or ``"auto"`` (shared memory if there are
                 two ranks).
-            buffers: sizes in bytes of the buffers that the optimizer will make.
+            buffers: sizes in bytes of the buffers that the optimizer will make. Without sizes, no memory is shared.
         """
         allowed = (transport == "shm" and channel.size > 1) or (transport == "auto" and channel.size == 2)
         if not (allowed and buffers and channel.name == "torch" and len(set(channel.hosts)) == 1):
@@ -259,7 +263,7 @@ class Channels:
         return sum(memory.progress() for memory in tuple(self._memories))
 
     def release_with(self, owner: object, name: str) -> None:
-        """Release the channel ``name`` when ``owner`` is freed."""
+        """Let :meth:`close_released` close the channel that the request ``name`` opens, once ``owner`` is freed."""
         # Do not close the channel here: garbage collection may run in any thread, at any moment.
         weakref.finalize(owner, self._released.put, name)
 

@@ -107,7 +107,7 @@ class Coordinator:
         self._down = False
 
     def receive(self, rank: int, message: Message) -> None:
-        """Handle a message of ``rank``, and send the resulting messages."""
+        """Handle a message of ``rank``, and send the resulting messages. Does nothing after the world has ended."""
         kind = message["kind"]
         if self._down:
             return
@@ -276,7 +276,10 @@ class Coordinator:
             self._send(rank, {**facts, "id": calls[rank]["id"] if rank in calls else None})
 
     def _divisor(self, members: list[int], absent: list[int]) -> int:
-        """Return the divisor of averages: the number of members except those that joined with ``divide_by="active"``."""
+        """Return the divisor of averages: the number of members.
+
+        Does not count the ``absent`` ranks that joined with ``divide_by="active"``.
+        """
         left_out = [rank for rank in absent if self._joined[rank]["divide_by"] == "active"]
         return len(members) - len(left_out)
 

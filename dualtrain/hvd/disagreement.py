@@ -70,7 +70,7 @@ def disagreement(key: Key, calls: dict[int, Message]) -> str | None:
 
 
 def describe_deadlock(calls: dict[int, tuple[Key, Message]]) -> str:
-    """Describe the calls of two ranks that wait for each other."""
+    """Describe the calls of two deadlocked ranks."""
     (one, (key, first)), (two, (other_key, second)) = calls.items()
     of_gradients = all(kind == "channel" or str(name).startswith("gradients.") for _, kind, name in (key, other_key))
     difference = disagreement(key, {one: first, two: second}) if of_gradients and key[1] == other_key[1] else None

@@ -63,7 +63,7 @@ class Engine:
         #: Operation → the time at which rank 0 last asked for a report by each rank that waits for the operation.
         self._requested_reports: dict[str, float] = {}
         self._requested_progress = 0.0  # the time at which this rank last requested progress from the other ranks
-        self._zeros_requests: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: the join has ended
+        self._zeros_requests: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # None: the join has ended or failed
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._pending: dict[int, Pending] = {}
@@ -98,7 +98,8 @@ class Engine:
         ``entries`` are further entries of the request. For ``on_open``, see :class:`Pending`.
 
         Raises:
-            ValueError: this rank has an unfinished call of the same kind, name and process set, or ``name`` is no string.
+            ValueError: this rank has an unfinished call of the same kind, name and process set, or ``name`` is neither
+                a string nor ``None``.
             HorovodInternalError: the world has ended, or this process was forked from a rank.
         """
         check_name(name)
@@ -166,7 +167,7 @@ class Engine:
         return int(pending.wait())
 
     def _next_zeros_request(self, begun: dict[str, Exchanger]) -> Message | None:
-        """Wait for a request, and return it; return ``None`` when the join has ended.
+        """Wait for a request, and return it; return ``None`` when the join has ended or failed.
 
         Until then, end the exchanges of ``begun`` whose sums are known, and remove them from ``begun``. The other ranks may
         end the exchanges of several optimizers in any order. So never block in one exchange.
@@ -235,12 +236,12 @@ class Engine:
         Collective: every rank of the process set must request the same names, in any order.
 
         Args:
-            name: the channel's name.
+            name: the channel name, "/", and the number of its gradients.
             set_id: the process set.
             layout: descriptions of what will be sent, the same on every rank.
             sparse: this rank's sparse gradients, as pairs of a parameter's index and the number of sparse dimensions.
             buffers: sizes in bytes of the CPU buffers that the caller will make.
-            on_open: called with the result in the engine's thread, before the call counts as ended.
+            on_open: called with the two items of the result in the engine's thread, before the call counts as ended.
 
         Returns:
             A pending call. Its result is a pair: the backend, and the sparse gradients of all ranks.
@@ -280,7 +281,7 @@ class Engine:
             raise HorovodInternalError(why)
 
     def while_waiting(self, backend: Backend, what: str, seconds: float) -> None:
-        """Report long waits to rank 0, and request progress of operations in shared memory.
+        """Report to rank 0 long waits, and waits that it has asked about; request progress of operations in shared memory.
 
         Called repeatedly while ``backend`` waits.
 
@@ -328,7 +329,10 @@ class Engine:
             self._control.close()  # rank 0 waits until all ranks have closed their ends
 
     def _explain(self) -> None:
-        """If a rank has ended the world without a reason, wait up to 0.5 s for the report on its error."""
+        """If a rank has ended the world without a reason, wait once, for up to 0.5 s, for the report on its error.
+
+        This report becomes the reason in ``down``.
+        """
         if self._unexplained:
             self._unexplained = False
             self.down = self._reported(0.5) or self.down

@@ -32,7 +32,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
         ValueError: ``params`` is a single tensor, or is not iterable; a value in it is a container of tensors; it has
             values, but none of them is a tensor; a name occurs twice; a tensor is sparse or quantized, or its elements
             share memory (``expand``); or ``root_rank`` does not exist.
-        HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down.
+        HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down or is not initialized.
     """
     if isinstance(params, Mapping):
         pairs = sorted(params.items())
@@ -58,8 +58,8 @@ def broadcast_optimizer_state(
     If an optimizer has no state, Horovod's function takes a step with gradients of zeros, in which weight decay changes
     the weights. SGD without momentum has no state after this step either, and Horovod's function then does not send the
     options. This function has these defects only with DUALTRAIN_HVD_COMPAT=1; otherwise it takes no step and always sends
-    the options. As with Horovod, parameters without a gradient get a gradient of zeros if there is no state; with
-    DUALTRAIN_HVD_COMPAT=1, parameters with a gradient do too.
+    the options. As with Horovod, unfrozen parameters without a gradient get a gradient of zeros if there is no state; with
+    DUALTRAIN_HVD_COMPAT=1, those with a gradient do too.
 
     Args:
         optimizer: any optimizer, distributed or not.

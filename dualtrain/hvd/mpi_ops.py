@@ -90,7 +90,7 @@ def allreduce(
 
     Raises:
         ValueError, TypeError: an argument is wrong; nothing was sent.
-        HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down.
+        HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down or is not initialized.
     """
     options = reduction_options(name, op, prescale_factor, postscale_factor, process_set, average=average)
     return differentiable(ALLREDUCE, [tensor], options, compression=compression)[0]

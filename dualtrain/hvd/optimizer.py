@@ -1,8 +1,8 @@
 """``hvd.DistributedOptimizer``: wrapper of any optimizer. It combines gradients at the points where Horovod does.
 
-Each optimizer sends its gradients in buckets, on a channel of its own, without requests to rank 0. Rank 0 opens the
-channel, requests zeros from ranks that have called ``join``, and informs the ranks of discarded steps and long waits. With
-options that buckets do not support, an optimizer uses a grouped allreduce instead (``call_reducer.py``;
+Each optimizer sends its gradients in buckets, on a channel of its own, without a request to rank 0 for each step. Rank 0
+opens the channel, requests zeros from ranks that have called ``join``, and informs the ranks of discarded steps and long
+waits. With options that buckets do not support, an optimizer uses a grouped allreduce instead (``call_reducer.py``;
 ``_AdasumOptimizer`` below).
 """
 
@@ -142,8 +142,8 @@ class _Optimizer(NativeOptimizer):
         self._synchronized, self._should_synchronize = False, True
         self._fills_unused = True
         self.reducer: HorovodReducer | None = None  # type: ignore[assignment]
-        # As on Horovod, a rank that is alone in its process set, but not in the world, has hooks too: every parameter gets
-        # a gradient.
+        # As on Horovod, the only rank of a process set has hooks too, unless it is the only rank of the world: every
+        # parameter gets a gradient.
         is_distributed = size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
         self._alone = not (is_distributed and process_set.included())
         if not self._alone:
@@ -240,7 +240,7 @@ class _Optimizer(NativeOptimizer):
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
 
     def _combine(self, reducer: HorovodReducer) -> None:
-        """Combine the gradients. If ``_requires_update`` was emptied, parameters that no rank uses keep no gradient.
+        """Combine the gradients. If ``_requires_update`` was emptied, parameters that no rank uses stay without one.
 
         Raises:
             HorovodInternalError: it was emptied, and only some ranks use a parameter. The world was ended.
@@ -308,7 +308,7 @@ class _Optimizer(NativeOptimizer):
         return result
 
     def _step_wrapped(self, closure: Callable[[], Any] | None) -> Any:
-        """Run the wrapped optimizer's step. It may have no parameter ``closure``."""
+        """Run the wrapped optimizer's step. Some optimizers' ``step`` has no parameter ``closure``."""
         return self._wrapped.step() if closure is None else self._wrapped.step(closure)
 
     def _with_reduction(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -345,7 +345,7 @@ class _Optimizer(NativeOptimizer):
         return bool(self._over_ranks(torch.tensor([float(mine)], device="cpu"), "local").item())
 
     def average_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Average ``values`` over the ranks; with ``op=Sum``, add them. Collective; blocks."""
+        """Return the average of ``values`` over the ranks; with ``op=Sum``, their sum. Collective; blocks."""
         return self._over_ranks(values, "loss")
 
     def _over_ranks(self, values: torch.Tensor, name: str) -> torch.Tensor:
@@ -354,7 +354,10 @@ class _Optimizer(NativeOptimizer):
         return allreduce(values, name=f"{self.reducer.channel_name}.{name}", op=op, process_set=self.process_set)
 
     def has_local_gradients(self) -> bool:
-        """Return whether a backward pass has run, or an exchange has begun, since gradients were last combined."""
+        """Return whether a backward pass has run, or an exchange has begun, since gradients were last combined.
+
+        False without a reducer, and after :meth:`close`.
+        """
         return self.reducer is not None and not self.reducer.closed and (self.reducer.dirty or self.reducer.exchanging)
 
     def count_own_step(self) -> None:
@@ -423,7 +426,8 @@ class _AdasumOptimizer(_Optimizer):
         """Return whether the optimizer's step unscales gradients.
 
         Raises:
-            AssertionError: it does not, so that only the ranks with an overflow would skip the step.
+            AssertionError: it does not, and this rank is in the process set: only the ranks with an overflow would skip the
+                step.
         """
         unscales = self._unscales_itself()
         if not unscales and self.process_set.included():
@@ -435,6 +439,7 @@ class _AdasumOptimizer(_Optimizer):
         return unscales
 
     def _make_reducer(self, named: Named, compression: AnyCompressor, transfer: Transfer) -> Any:
+        """Make no reducer; set the name of the grouped allreduce."""
         self._name = base_name(named, self.process_set)
 
     def synchronize(self) -> None:

@@ -27,9 +27,9 @@ WIRE_DTYPES: dict[AnyCompressor, torch.dtype | None] = {
 
 
 class FixedOption:
-    """Attribute of the wrapper for an option that cannot change after wrapping: assigning to it raises AttributeError.
+    """Attribute of the wrapper for an option that cannot change after wrapping: a second assignment raises AttributeError.
 
-    Horovod reads the attribute in every step, so an assignment has an effect there.
+    Horovod reads the attribute in every step, so a later assignment has an effect there.
     """
 
     def __set_name__(self, owner: type, name: str) -> None:

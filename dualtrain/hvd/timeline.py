@@ -69,7 +69,10 @@ class Timeline:
                 self._file = None
 
     def begin(self, what: str, activity: str) -> None:
-        """Record that ``activity`` (such as ALLREDUCE) starts for the call or gradient ``what``, such as allreduce.loss."""
+        """Record that ``activity`` (such as ALLREDUCE) starts for the call or gradient ``what``, such as allreduce.loss.
+
+        Do nothing if it has started already, and not ended.
+        """
         with self._lock:
             if (what, activity) in self._activities:
                 return

@@ -30,8 +30,9 @@ def values_of(optimizer: torch.optim.Optimizer, base: type) -> dict[str, Any]:
     """Return a ``_WrappedValue`` by name for each attribute of ``optimizer``'s class that must be read from ``optimizer``.
 
     These are plain values, such as defaults of attributes, and methods that an instance attribute of ``optimizer``
-    overrides. All other methods run with the wrapper as ``self``, so that ``self.step()`` in them calls the wrapper's
-    ``step``. Names that ``base``, the wrapper's own class, defines are left out, and so are names that begin with ``__``.
+    overrides. All other methods and properties run with the wrapper as ``self``, so that ``self.step()`` in them calls the
+    wrapper's ``step``. Names that ``base``, the wrapper's own class, defines or inherits are left out, and so are names
+    that begin with ``__``.
     """
     kind, of_instance = type(optimizer), vars(optimizer)
     attributes = {name: getattr(kind, name) for name in dir(kind) if not (name.startswith("__") or hasattr(base, name))}

@@ -31,10 +31,10 @@ __all__ = [
 def run(func: Callable[P, R]) -> Callable[P, R]:
     """Decorate ``train(state, ...)``: call ``state.sync()``, which copies the root's state to all ranks, then ``train``.
 
-    After a HorovodInternalError in either call, the last commit is restored; after a HostsUpdatedInterrupt the state
-    does not change. In both cases Horovod is shut down and initialized again, the reset callbacks run, and then
-    ``state.sync()`` and ``train`` are called again. If hosts were only removed, ``state.sync()`` is skipped. Other
-    exceptions are raised to the caller.
+    After a HorovodInternalError in either call, the state of the last commit or sync is restored; after a
+    HostsUpdatedInterrupt the state does not change. In both cases Horovod is shut down and initialized again, the reset
+    callbacks run, and then ``state.sync()`` and ``train`` are called again. If hosts were only removed, ``state.sync()`` is
+    skipped. Other exceptions are raised to the caller.
 
     Call no collective between ``init`` and ``train``: a process that joins the job later would call it while the other
     ranks call ``state.sync()``.

@@ -49,7 +49,7 @@ class WorkerNotificationManager:
             self._listeners.discard(listener)
 
     def handle_hosts_updated(self, timestamp: float, update_res: HostUpdateResult) -> None:
-        """Inform all listeners that the hosts changed at ``timestamp``, which increases with each change."""
+        """Inform all listeners that the hosts changed at ``timestamp``, which must increase with each change."""
         with self._lock:
             listeners = list(self._listeners)
         for listener in listeners:

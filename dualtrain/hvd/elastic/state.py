@@ -164,7 +164,8 @@ class TorchState(ObjectState):
     Example: after ``state = TorchState(model, optimizer, epoch=0)``, the epoch is ``state.epoch``.
 
     ``restore`` also restores this rank's random number generators (Python's, NumPy's if it is imported, torch's for the
-    CPU and the current GPU), and discards the gradients of the optimizers' parameters. ``sync`` does neither.
+    CPU and, if CUDA is initialized, for the current GPU), and discards the gradients of the optimizers' parameters.
+    ``sync`` does neither.
 
     Args:
         model: a module, if any.
