@@ -33,7 +33,7 @@ class World:
         ports: number of consecutive ports, from the port of ``rendezvous`` on, that rank 0 may try. More than 1 if the
             launcher does not reserve a port.
         secret: text that only the processes of this job know, if the launcher or the user has given them a secret.
-        evidence: (name, value) of the variables that the other attributes come from, for error messages and reports.
+        evidence: (name, value) of the variables that ranks, sizes and ``rendezvous`` come from, for messages and reports.
         name: name of a world that has only some of the job's processes; empty for the world of all processes.
         job: the job's name, the same after a restart and different for every job; empty if the launcher gives none.
         job_key: key under which torchrun's store keeps the job's name over restarts; empty without such a store.
@@ -88,7 +88,7 @@ class World:
                 )
 
     def because(self) -> str:
-        """Return the variables that the attributes come from, as text for messages."""
+        """Return ``evidence`` as text for messages."""
         return " ".join(f"{name}={value}" for name, value in self.evidence) or "no launcher variable is set"
 
     def placed(self, rank: int, hosts: Sequence[Hashable]) -> World:
@@ -138,7 +138,7 @@ def _can_be_host(text: str) -> bool:
 class _Variables:
     """A launcher's environment variables; records those that were read, as evidence.
 
-    Missing and invalid values raise UserError.
+    Invalid values raise UserError, and so do missing ones, except in :meth:`text` and where there is a default.
     """
 
     def __init__(self, launcher: str, env: Mapping[str, str]) -> None:
@@ -176,7 +176,7 @@ class _Variables:
             raise UserError(f"{name}={self.env[name]!r} is not a whole number: {cure}") from None
 
     def rendezvous(self) -> tuple[str, int] | None:
-        """Return (MASTER_ADDR, MASTER_PORT), or None if they are not set."""
+        """Return (MASTER_ADDR, MASTER_PORT), or None if MASTER_ADDR is not set."""
         host = self.text("MASTER_ADDR")
         if host is None:
             return None
@@ -349,9 +349,9 @@ def spawned(
 
 
 def without_launchers(env: Mapping[str, str]) -> dict[str, str]:
-    """Return ``env`` without the variables of launchers, for a process that is to be a rank of another world."""
-    every = "|".join((*_VARIABLES.values(), "TORCHELASTIC_.*", SECRET, JOB))
-    return {name: value for name, value in env.items() if not re.fullmatch(every, name)}
+    """Return ``env`` without the variables that define ranks, worlds and jobs, for a process that gets other values."""
+    pattern = "|".join((*_VARIABLES.values(), "TORCHELASTIC_.*", SECRET, JOB))
+    return {name: value for name, value in env.items() if not re.fullmatch(pattern, name)}
 
 
 # The first launcher that is recognised is used. The order is usually from the innermost launcher to the outermost: torchrun
@@ -429,10 +429,9 @@ def refuse_launcher(command: str, processes: str) -> None:
 
 def ignored(world: World, env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of other launchers in ``env`` that did not determine ``world``."""
-    own = _VARIABLES.get(world.launcher, "")
+    own_pattern, pattern = _VARIABLES.get(world.launcher, ""), "|".join(_VARIABLES.values())
     used = {name for name, _ in world.evidence}
-    every = "|".join(_VARIABLES.values())
-    names = (name for name in sorted(env) if re.fullmatch(every, name) and not re.fullmatch(own, name))
+    names = (name for name in sorted(env) if re.fullmatch(pattern, name) and not re.fullmatch(own_pattern, name))
     return {name: env[name] for name in names if name not in used}
 
 
