@@ -105,7 +105,7 @@ def _run(config: Config, world: World) -> int:
 
 
 def _connect(config: Config, world: World) -> Backend:
-    """Import torch and the training loop, and join the ranks; meanwhile, print what this process waits for."""
+    """Import torch and the training loop, and join the ranks; meanwhile, rank 0 prints what it waits for."""
     from dualtrain.training.progress import Waiting
 
     with Waiting("loading torch", config.output.log_seconds, shown=world.rank == 0) as wait:
@@ -155,7 +155,8 @@ def _train(config: Config, backend: Backend) -> int:
 def _give_up(error: BaseException, backend: Backend) -> int:
     """Print what ended the run, report it to the other ranks, and return the exit status.
 
-    Waits for the other ranks only if all ranks have the same error.
+    Waits for the other ranks only if all ranks have the same error. After a failure of another rank, waits up to 1 s until
+    that is printed.
     """
     status = _status_of(error, backend.world)
     # After a final error, the printed line says "do not restart": always under torchrun, which starts the same command

@@ -298,7 +298,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self.reducer.count_step()
 
     def average_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
-        """Average ``values`` over the ranks, with a fixed ``sum_order`` by a tree over the ranks. Collective; blocks."""
+        """Return the average of ``values`` over the ranks. Collective; blocks.
+
+        Unless ``sum_order`` is ``"backend"``, the values are added in a fixed tree over the ranks.
+        """
         if self._order is None:
             return self.backend.allreduce(values, name="loss")
         return sum_order_of(self.backend.size, self.backend.size).total(

@@ -38,8 +38,8 @@ def predict(run: str, files: Sequence[str], *, best: bool = False) -> list[list[
         best: use the weights of the best evaluation instead of the last step.
 
     Raises:
-        UserError: ``run`` is not a run's folder, has no weights or does not classify images; its files do not fit together;
-            or an image cannot be read.
+        UserError: ``run`` is not a run's folder, has no weights or does not classify images; image files cannot be
+            converted to the inputs of its dataset; its files do not fit together; or an image cannot be read.
     """
     folder = Path(run)
     config, task, weights = _describe(folder, best)
@@ -159,7 +159,7 @@ def _reader(config: dict[str, Any]) -> Callable[[str], torch.Tensor]:
 
 
 def _pixels(file: str, mode: str, side: int, dataset: str) -> torch.Tensor:
-    """Convert the image to the dataset's form, (1, c, side, side): uint8, or for digits float32 from 0 to 1."""
+    """Read an image, and convert it to the dataset's form, (1, c, side, side): uint8, or for digits float32 from 0 to 1."""
     import numpy
     import torch
     from PIL import Image
@@ -177,7 +177,10 @@ def _pixels(file: str, mode: str, side: int, dataset: str) -> torch.Tensor:
 
 
 def _expanded(paths: Sequence[str]) -> list[str]:
-    """Return the files among ``paths``, and the images below folders. Raises UserError for a folder without images."""
+    """Return the files among ``paths``, and the images below folders.
+
+    Raises UserError for a folder that cannot be read, or has no images.
+    """
     files: list[str] = []
     for name in paths:
         if not os.path.isdir(name):

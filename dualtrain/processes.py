@@ -186,7 +186,7 @@ def remove_own_folder() -> None:
 
 
 def release() -> None:
-    """Kill the fork server, run multiprocessing's finalizers (for 3 s at most), and remove its temporary folder.
+    """Kill the fork server, run multiprocessing's finalizers (for 3 s at most), and call :func:`remove_own_folder`.
 
     For a process that will not run its exit handlers.
     """

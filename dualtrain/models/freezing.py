@@ -16,7 +16,7 @@ Norm = TypeVar("Norm", bound=_BatchNorm)
 
 
 class FrozenNorm(_BatchNorm):
-    """BatchNorm that stays in evaluation mode, so that ``model.train()`` does not update its running statistics."""
+    """BatchNorm that stays in evaluation mode, even after ``model.train()``: its running statistics do not change."""
 
     def train(self: Norm, mode: bool = True) -> Norm:
         """Set evaluation mode, whatever ``mode`` is."""

@@ -106,7 +106,10 @@ def read_safetensors(file: str | Path) -> dict[str, torch.Tensor]:
 
 
 def record_in(path: str) -> dict[str, Any]:
-    """Return the ``RECORD`` of a safetensors file; an empty dict if it has none. Raises errors of many types."""
+    """Return the ``RECORD`` of a safetensors file (without one, only its ``step``); an empty dict if it has neither.
+
+    Raises errors of many types.
+    """
     header = _header(path)
     if RECORD in header:
         return or_nothing(lambda: parse_json(header[RECORD]))

@@ -49,7 +49,7 @@ class Worker:
     def execute(self, function: Callable[[Any], Any]) -> Any:
         """Call ``function`` with this rank's object, and return the result.
 
-        If the function raises, leave the world, so that other ranks do not wait.
+        If the function raises, leave the world of ``dualtrain.hvd``, if there is one, so that other ranks do not wait.
         """
         try:
             return function(self._executable)

@@ -145,7 +145,7 @@ class RayExecutor:
         return self._wait_for(self.run_remote(fn, args, kwargs), "run")
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
-        """Return ``fn(object)`` by rank; ``object`` is the rank's instance of ``executable_cls``. See :meth:`run`."""
+        """Return ``fn(object)`` by rank; ``object`` is its instance of ``executable_cls``, if any. See :meth:`run`."""
         return self._wait_for(self._execute(fn), "execute")
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
@@ -189,7 +189,7 @@ def visible_gpus(rank: int, places: Sequence[tuple[int, Sequence[str]]]) -> dict
     """Return CUDA_VISIBLE_DEVICES with the GPUs of all ranks on the host of ``rank``, ordered by rank.
 
     With one GPU for each rank, the index of a rank's GPU is then its local rank. A GPU that ranks share is listed once,
-    because torch finds no GPU at all in a list with duplicates.
+    because torch finds no GPU at all in a list with duplicates. Without GPUs, the dict is empty.
     """
     visible = dict.fromkeys(gpu for host, gpus in places if host == places[rank][0] for gpu in gpus)
     return {"CUDA_VISIBLE_DEVICES": ",".join(visible)} if visible else {}

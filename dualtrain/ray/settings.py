@@ -44,7 +44,10 @@ class Placement:
 
     @property
     def bundles(self) -> list[dict[str, float]]:
-        """Resources that Ray reserves, unless it uses the current group: a bundle per host, or per rank without hosts."""
+        """Resources that Ray reserves, unless it uses the current group.
+
+        With ``num_hosts``, there is one bundle for each host, else one for each rank.
+        """
         ranks = self.num_workers // self.num_hosts if self.num_hosts else 1
         bundle = {"CPU": self.cpus * ranks} | ({"GPU": self.gpus * ranks} if self.gpus else {})
         return [dict(bundle) for _ in range(self.num_hosts or self.num_workers)]
