@@ -192,13 +192,13 @@ def sparse_allreduce_async(
     # _indices() and _values() are private in torch 2.5 to 2.15. The public indices() and values() refuse uncoalesced
     # tensors, such as gradients.
     options = call_options(f"{name}.indices", process_set, op=op, shape=list(tensor.shape))
-    indices = start(ALLGATHER, [tensor._indices().t().contiguous()], options, finish=first)
-    values = allgather_async(tensor._values(), f"{name}.values", process_set)
+    indices_handle = start(ALLGATHER, [tensor._indices().t().contiguous()], options, finish=first)
+    values_handle = allgather_async(tensor._values(), f"{name}.values", process_set)
 
     def result() -> torch.Tensor:
-        gathered, where = synchronize(values), synchronize(indices)
-        scaled = gathered / len(process_set.ranks or []) if op == Average else gathered
-        return torch.sparse_coo_tensor(where.t(), scaled, tensor.shape, check_invariants=False)
+        values, indices = synchronize(values_handle), synchronize(indices_handle)
+        scaled = values / len(process_set.ranks or []) if op == Average else values
+        return torch.sparse_coo_tensor(indices.t(), scaled, tensor.shape, check_invariants=False)
 
     return result
 

@@ -82,6 +82,7 @@ class RayExecutor:
     ) -> None:
         """Start an actor for each rank, with the environment variables ``extra_env_vars``. Blocks until all have started.
 
+        The variables that make an actor a rank replace those of ``extra_env_vars``.
         If a class is given, create ``executable_cls(*executable_args, **executable_kwargs)`` in each actor.
 
         Raises:
@@ -105,16 +106,16 @@ class RayExecutor:
         size = self._placement.num_workers
         places = self._call_and_wait("place", [()] * size)
         hosts = [host for host, _ in places]
-        single = len(set(hosts)) == 1
-        first = self._running().workers[0].reserve.remote(single)
-        [(address, secret)] = results([first], self._settings.timeout_s, "the start of rank 0")
+        single_host = len(set(hosts)) == 1
+        reference = self._running().workers[0].reserve.remote(single_host)
+        [(address, secret)] = results([reference], self._settings.timeout_s, "the start of rank 0")
         for interface in list(self._settings.nics or ())[:1]:
             variables.setdefault("GLOO_SOCKET_IFNAME", interface)
         job, arguments = new_job(), []
         for rank in range(size):
             world = World().placed(rank, hosts)
-            own = spawned(rank, size, address, secret, job, (world.local_rank, world.local_size), "ray")
-            arguments.append((variables | own | visible_gpus(rank, places),))
+            of_rank = spawned(rank, size, address, secret, job, (world.local_rank, world.local_size), "ray")
+            arguments.append((variables | of_rank | visible_gpus(rank, places),))
         self._call_and_wait("set_variables", arguments)
 
     def run_remote(
