@@ -117,7 +117,7 @@ def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = 
 
 
 def _call_name(operation: str, name: str | None) -> str | None:
-    """Return a name that differs between the operations, since all their calls have the kind "objects".
+    """Return a name that differs between broadcasts and gathers, since both have the kind "objects".
 
     Calls without a name stay unnamed. Raises ValueError if ``name`` is not a string.
     """

@@ -63,8 +63,8 @@ def DistributedOptimizer(  # noqa: N802
             changes of the parameters.
         gradient_predivide_factor: a factor f: gradients are multiplied by 1/f, and their sum by f/size. Only for Average.
         num_groups: the deprecated form of ``groups``.
-        groups: lists of parameters, or the number of groups into which all parameters are split. Gradients of one group
-            that have the same dtype and device are sent together.
+        groups: lists of parameters, or the number of groups into which all unfrozen parameters are split. Gradients of
+            one group that have the same dtype and device are sent together.
         sparse_as_dense: whether sparse gradients are sent as dense gradients.
         process_set: the ranks that combine gradients; other ranks step alone.
 

@@ -1,7 +1,7 @@
 """Timeline of calls: a Chrome trace (chrome://tracing, Perfetto) with the event names of Horovod's timeline.
 
-Rank 0 writes the file. For each call, the file shows when each rank requested it (in NEGOTIATE_…), and when rank 0
-executed it. The file is valid JSON at any moment, even if the run is killed.
+Rank 0 writes the file. For each call, the file shows when each rank requested it (in NEGOTIATE_…), and, if rank 0 takes
+part, when rank 0 executed it. The file is valid JSON at any moment, even if the run is killed.
 """
 
 from __future__ import annotations
