@@ -186,10 +186,9 @@ class Reducers:
     def skip(self, channel_name: str, position: list[int], added: list[str]) -> bool:
         """Count a grouped call of the other ranks. Called while this rank has joined.
 
-        The engine has contributed identity elements to the call.
-
-        Return False if it is unknown which of this rank's reducers the call belongs to. For ``position``, see
-        :meth:`find`. ``added`` is the new value for this channel in :attr:`added`.
+        The engine has contributed identity elements to the call. Return False if it is unknown which of this rank's
+        reducers the call belongs to. For ``position``, see :meth:`find`. ``added`` is the new value for this channel in
+        :attr:`added`.
         """
         reducer = self.find(self.callers, channel_name, position)
         if reducer is not None:

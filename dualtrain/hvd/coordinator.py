@@ -203,7 +203,7 @@ class Coordinator:
         self._match(key)
 
     def _opened_instead(self, key: Key, rank: int) -> Key | None:
-        """Return the channel that the other ranks opened for the same optimizer, but with another number of gradients.
+        """Return the key of the channel that the other ranks opened for the same optimizer with fewer or more gradients.
 
         Return ``None`` if there is none, or if ``rank`` has not joined. A joined rank requests a channel only after the
         other ranks have opened theirs.

@@ -377,7 +377,10 @@ class _Optimizer(NativeOptimizer):
         self._zero_gradients(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the wrapped optimizer, and combine its gradients too. Must be called on every rank."""
+        """Add a group to the wrapped optimizer, and combine its gradients too. Must be called on every rank.
+
+        With DUALTRAIN_HVD_COMPAT=1, the gradients of the group are not combined.
+        """
         if compat.enabled():
             # Horovod has two defects. It does not combine the gradients of the new group (UNREDUCED). It fills in missing
             # options with the defaults of the optimizer's class, instead of the wrapped optimizer's defaults (REMADE). A
