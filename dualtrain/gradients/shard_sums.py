@@ -13,6 +13,7 @@ import torch
 
 from dualtrain.backends import Backend
 from dualtrain.backends.base import Work
+from dualtrain.backends.subnormals import keep_subnormals
 from dualtrain.backends.sum_order import SumOrder
 
 #: Function that splits a buffer into parts: views that together cover the buffer. A shard has its parts in the same order.
@@ -96,6 +97,7 @@ class ShardSums:
         """See :class:`BucketSum`."""
         self._kept, self._added = [], 0
 
+    @keep_subnormals  # as in the backends' sums: the bits must not depend on which rank adds two shards
     @torch.no_grad()
     def add_shard(self, parts: list[torch.Tensor]) -> None:
         """See :class:`BucketSum`."""
@@ -126,13 +128,18 @@ class ShardSums:
         """
         if self._added != max(0, len(self._merges) - 1):
             raise RuntimeError(f"this rank has {len(self._merges)} shards in a step, and was given {self._added + 1}")
-        for _ in range(self._merges[-1] if self._merges else 0):
-            # Private in torch 2.5 to 2.15, as in ``add_shard``.
-            torch._foreach_add_(self._split(self._wire), self._kept.pop())
+        self._add_kept()
         for buffer, partial in zip(self._sent, self._kept, strict=False):  # other ranks may have more partial sums
             copy_all(self._split(buffer), partial)
         self.begin()
         return self._backend.start_tree_sum(self._wire, self._sent, self._order, name, factor, tail)
+
+
+    @keep_subnormals
+    def _add_kept(self) -> None:
+        for _ in range(self._merges[-1] if self._merges else 0):
+            # Private in torch 2.5 to 2.15, as in ``add_shard``.
+            torch._foreach_add_(self._split(self._wire), self._kept.pop())
 
 
 @torch.no_grad()

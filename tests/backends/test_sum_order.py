@@ -122,6 +122,30 @@ def test_shards_are_split_evenly_and_a_rank_sends_few_partial_sums(shards):
             assert all(len(nodes) == 1 for nodes in order.owned)
 
 
+def sum_with_flushed_subnormals(backend):
+    """Add two normal numbers whose sum is subnormal, after ``torch.set_flush_denormal(True)``; return the sum's bits."""
+    order, tiny = sum_order(2, backend.size), torch.finfo(torch.float32).tiny
+    rows = [torch.full((4,), 1.5 * tiny), torch.full((4,), -tiny)]
+    wire = torch.zeros(4)
+    partial = ShardSums(backend, wire, order, halves)
+    torch.set_flush_denormal(True)
+    try:
+        mine = order.ranges[backend.rank]
+        for shard in mine[:-1]:
+            partial.add_shard(halves(rows[shard].clone()))
+        wire.copy_(rows[mine[-1]])
+        partial.start("sum", 1.0, 0).wait()
+    finally:
+        torch.set_flush_denormal(False)
+    return wire.view(torch.int32).tolist()
+
+
+def test_sums_with_flushed_subnormal_numbers_are_the_same_on_any_number_of_ranks():
+    right = torch.full((4,), 0.5 * torch.finfo(torch.float32).tiny).view(torch.int32).tolist()
+    for size in (1, 2):
+        assert run_threads(size, sum_with_flushed_subnormals) == [right] * size
+
+
 def test_a_sum_order_without_shards_is_refused():
     with pytest.raises(ValueError, match="must be 1 or more, not 0"):
         SumOrder(0, 2)
