@@ -10,7 +10,7 @@ import torch
 from dualtrain.backends import Backend
 from dualtrain.hvd.arithmetic import Sum, identity_element
 from dualtrain.hvd.channels import Channels
-from dualtrain.hvd.disagreement import Message
+from dualtrain.hvd.disagreement import Message, line_of
 from dualtrain.hvd.operations import RUN, Task
 from dualtrain.hvd.pending import Pending
 from dualtrain.hvd.timeline import Timeline
@@ -82,7 +82,8 @@ class Executor:
             task = Task(message, self._channels.sets[message["set"]], pending.tensors, pending.outputs)
             for event in pending.events:
                 torch.cuda.current_stream().wait_event(event)
-        what, activity = f"{message['kind']}.{message['name'] or 'noname'}", message["kind"].upper()
+        what = line_of((message["set"], message["kind"], message["name"] or None))
+        activity = message["kind"].upper()
         self._timeline.begin(what, activity)
         try:
             with torch.no_grad():

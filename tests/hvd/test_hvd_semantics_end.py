@@ -233,6 +233,27 @@ def test_timelines_have_horovods_events(real, tmp_path):
         assert times == sorted(times)
 
 
+def traced_in_a_set(backend, folder):
+    """Make a call on a process set while the timeline is open; return the file's events on rank 0."""
+    with library(backend) as hvd:
+        alone = hvd.add_process_set([0])
+        hvd.start_timeline(f"{folder}/set.json")
+        if alone.included():
+            hvd.allreduce(torch.ones(2), name="x", process_set=alone)
+        hvd.stop_timeline()
+        hvd.barrier()
+    return json.loads(Path(folder, "set.json").read_text()) if backend.rank == 0 else None
+
+
+@OURS_2
+def test_a_call_on_a_process_set_has_one_line_on_the_timeline(real, tmp_path):
+    events = real(traced_in_a_set, str(tmp_path))[0]
+    lines = {event["args"]["name"]: event["pid"] for event in events if "name" in event.get("args", ())}
+    (line,) = (number for name, number in lines.items() if name.startswith("allreduce.x"))
+    names = [event["name"] for event in events if event["pid"] == line and event["ph"] in "BE"]
+    assert names == ["NEGOTIATE_ALLREDUCE"] * 2 + ["ALLREDUCE"] * 2
+
+
 def traced_late(backend, folder):
     """Make a call on rank 1 before rank 0 starts the timeline; then take two optimizer steps on both ranks."""
     with library(backend) as hvd:
