@@ -134,7 +134,6 @@ class ShardSums:
         self.begin()
         return self._backend.start_tree_sum(self._wire, self._sent, self._order, name, factor, tail)
 
-
     @keep_subnormals
     def _add_kept(self) -> None:
         for _ in range(self._merges[-1] if self._merges else 0):

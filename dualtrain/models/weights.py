@@ -128,11 +128,19 @@ def _is_checkpoint(file: str) -> bool:
 
 
 def read_pickled(file: str | Path) -> Any:
-    """Read tensors and plain values that ``torch.save`` wrote. Raises OSError, or ValueError for anything else."""
+    """Read tensors and plain values that ``torch.save`` wrote.
+
+    Raises:
+        OSError: the file cannot be opened.
+        ValueError: the file is damaged, or holds anything else.
+        MemoryError, RuntimeError: memory is too small.
+    """
     with open_regular(file) as opened:
         try:
             return torch.load(opened, map_location="cpu", weights_only=True)
         except Exception as error:  # a damaged file can make torch.load raise almost any exception
+            if lacks_memory(error):
+                raise
             raise ValueError(str(error)) from error
 
 

@@ -192,6 +192,17 @@ def test_loading_a_weights_file_runs_no_code(tmp_path):
     assert not trace.exists()
 
 
+def test_too_little_memory_is_not_reported_as_a_damaged_weights_file(tmp_path, monkeypatch):
+    def load(*args, **options):
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+    file = tmp_path / "w.pt"
+    torch.save({"a": torch.zeros(2)}, file)
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        build("convnet", (1, 8, 8), 10, weights=str(file))
+
+
 @pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
 @pytest.mark.parametrize("content", [None, b"", b"abc", "list"])
 def test_files_without_weights_are_refused(tmp_path, name, content):
