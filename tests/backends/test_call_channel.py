@@ -188,12 +188,12 @@ def test_data_of_the_longest_allowed_length_is_exchanged_on_any_number_of_ranks(
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MIN])
-def test_the_length_of_chunks_does_not_change_the_bits_of_a_reduction(size, op, monkeypatch):
+def test_chunks_that_are_reduced_one_by_one_give_the_same_bits_as_all_chunks_at_once(size, op, monkeypatch):
     rows = torch.randn(size, 997, generator=torch.Generator().manual_seed(0))
     rows[0, ::7], rows[-1, ::11], rows[0, ::13] = math.nan, 0.0, -0.0
     results = []
-    for length in (1, 2, 997, 998):
-        monkeypatch.setattr(ring_order, "_SLICED_ELEMENTS", length)
+    for threshold in (1, 2, 997, 998):
+        monkeypatch.setattr(ring_order, "_SLICED_ELEMENTS", threshold)
         results.append(torch.empty(997))
         ring_order.reduce_in_ring_order(rows, op, results[-1])
     assert all(torch.equal(results[0].view(torch.int32), each.view(torch.int32)) for each in results)

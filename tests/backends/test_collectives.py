@@ -55,7 +55,7 @@ EXACT = {"rtol": 0, "atol": 0, "equal_nan": True}
 def data(rank, *shape, dtype=torch.float32, seed=0):
     """Return the input of ``rank``: whole numbers from -3 to 3 (from 0 to 3 for uint8, 0 and 1 for bool).
 
-    The imaginary parts of complex numbers are larger by ``rank``.
+    The imaginary parts of complex numbers are from ``rank`` - 3 to ``rank`` + 3.
     """
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     low = 0 if dtype in (torch.uint8, torch.bool) else -3
@@ -276,10 +276,10 @@ def test_results_have_no_autograd_history_and_leaf_tensors_may_be_reduced_in_pla
 
 
 def same_bits_everywhere(backend):
-    """Compare the results of ``allreduce`` between the ranks, and with those of the library's all-reduce.
+    """Compare the results of ``allreduce`` between the ranks, and with those of the primitive ``start_allreduce``.
 
-    ``allreduce`` uses the library's all-reduce only for long tensors. Short tensors are sent in the messages that compare
-    the ranks' calls.
+    ``allreduce`` uses this primitive only for long tensors. Short tensors are sent in the messages that compare the ranks'
+    calls.
     """
     mine = torch.randn(270_000, generator=torch.Generator().manual_seed(backend.rank))
     mine[7::50] = math.copysign(0.0, backend.rank - 1)
@@ -294,7 +294,7 @@ def same_bits_everywhere(backend):
             assert bool((everyone == everyone[0]).all())
 
 
-def test_all_ranks_get_the_bits_of_the_librarys_all_reduce(spmd):
+def test_allreduce_gives_all_ranks_the_bits_of_start_allreduce(spmd):
     spmd(same_bits_everywhere)
 
 
@@ -549,7 +549,7 @@ def alltoall_refusals(backend):
     backend.barrier()
 
 
-def test_alltoall_refuses_splits_that_do_not_fit_the_tensor(spmd):
+def test_alltoall_refuses_scalars_and_splits_that_do_not_fit_the_tensor(spmd):
     spmd(alltoall_refusals)
 
 
@@ -645,7 +645,10 @@ def test_groups_with_no_ranks_repeated_ranks_or_unknown_ranks_are_refused(spmd):
 
 
 def errors_of_a_group(backend):
-    """Cause errors in a group of ranks 1 and 3, which are ranks 0 and 1 of the group; return the messages of the errors."""
+    """Cause errors in a group of ranks 1 and 3, which are ranks 0 and 1 of the group; return the messages of the errors.
+
+    The ranks outside of the group return None.
+    """
     group = backend.group([1, 3])
     if group is None:
         return None
@@ -823,7 +826,7 @@ def test_connect_does_not_use_the_default_device_of_torch():
 
 
 def calls_in_any_mode(backend, inference_tensor, mode):
-    """Make every kind of call in ``mode``, on short and long tensors created in or outside of inference mode."""
+    """Make collective calls in ``mode``, on short and long tensors, created in inference mode if ``inference_tensor``."""
     size = backend.size
     for count in (2 * size, 2000 * size):  # a short tensor is reduced during the comparison of the calls
         with torch.inference_mode(inference_tensor):
@@ -870,7 +873,7 @@ def test_an_inference_tensor_is_replaced_by_an_ordinary_view():
 
 
 def average_in_torchs_threads():
-    """Average subnormal numbers. Torch's threads start in this call, and inherit the flag that makes such numbers zero."""
+    """Average subnormal numbers. ``torch.full`` starts worker threads, whose inherited flag makes such numbers zero."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     torch.set_flush_denormal(True)
@@ -881,7 +884,7 @@ def average_in_torchs_threads():
         torch.set_num_threads(before)  # otherwise Python threads that start later would inherit the number 2
 
 
-def test_the_worker_threads_of_torch_keep_subnormal_numbers():
+def test_an_average_keeps_subnormal_numbers_if_torchs_worker_threads_make_them_zero():
     # A new Python thread has no worker threads of torch yet, so the function starts them.
     thread, found = in_thread(average_in_torchs_threads)
     thread.join()
@@ -1058,7 +1061,8 @@ def done_by_itself(backend):
     works = [backend.allreduce_async(torch.full((3,), float(n)), "sum") for n in range(8)]
     for n in sorted(range(8), key=lambda n: (n * (backend.rank + 3)) % 11):
         check(works[n].wait(), torch.full((3,), float(n * backend.size)))
-    # A tree sum of a short tensor is one operation. Longer tensors need a second operation, which only ``wait`` starts.
+    # A tree sum of a short tensor is one operation. Without shared memory, longer tensors need a second one, which only
+    # ``wait`` starts.
     short = torch.ones(3)
     work = backend.start_tree_sum(short, [], sum_order(backend.size, backend.size), "tree")
     await_done(work)
@@ -1207,7 +1211,7 @@ def test_a_call_after_different_numbers_of_sums_is_refused_on_every_rank():
 
 
 def counted_sums(backend):
-    """Choose the group for a sum on a simulated GPU, and start a sum on the CPU; return their ``sums_among_calls``."""
+    """Choose the group for a sum on a simulated GPU, and start a sum on the CPU; return both ``sums_among_calls``."""
     gpu = types.SimpleNamespace(is_cpu=False, is_cuda=True)
     backend._nccl, before = gpu, backend._nccl
     try:

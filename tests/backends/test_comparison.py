@@ -13,7 +13,7 @@ from tests.threads import run_threads
 
 
 def found(backend, values) -> list[str] | str:
-    """Return the differences as text, or the error."""
+    """Return the differences as text, or the error, or "not shared" for an error whose ``shared`` is false."""
 
     def read():
         mine = values[backend.rank]
@@ -74,7 +74,7 @@ def all_cases(backend) -> list[list[str] | str]:
 
 
 def test_every_rank_gets_the_differences_or_the_failure(spmd):
-    """All cases run in one world, because no case makes the world unusable."""
+    """Run all cases in one world of two ranks, because no case makes it unusable. Worlds of other sizes run one case."""
     if spmd.size != 2:
         values = [{"a": rank // 2} for rank in range(spmd.size)]
         expected = [] if spmd.size == 1 else ["a is 0 on ranks 0, 1 and 1 on rank 2"]

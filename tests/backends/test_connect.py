@@ -1,4 +1,4 @@
-"""Joining and leaving a world; refusing a world that differs from the launcher's."""
+"""Joining and leaving a world: refusals, the choice of device and transport, forked children, torch's default group."""
 
 from __future__ import annotations
 
@@ -257,7 +257,10 @@ def busy_port():
 
 @pytest.fixture(scope="module")
 def horovod_errors(busy_port, tmp_path_factory):
-    """Return three errors from one new process: no Horovod, a port in use, a world of Horovod with a different size."""
+    """Return errors from one new process: no Horovod, a port in use, a world of Horovod with a different size.
+
+    If Horovod is not installed, there is only the first.
+    """
     done = run(("-c", HOROVOD_CASES, str(busy_port)), tmp_path_factory.mktemp("horovod_errors"))
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -309,17 +312,17 @@ def test_variables_of_an_mpirun_that_has_ended_are_refused_before_mpi_starts(mon
             connect(backend, world=world)
 
 
-@pytest.mark.parametrize(("launcher", "left"), [("mpirun", "OMPI_COMM_WORLD_RANK"), ("mpiexec", "PMI_RANK")])
-def test_a_rank_and_a_size_without_a_launcher_of_mpi_are_refused_before_mpi_starts(monkeypatch, launcher, left):
+@pytest.mark.parametrize(("launcher", "variable"), [("mpirun", "OMPI_COMM_WORLD_RANK"), ("mpiexec", "PMI_RANK")])
+def test_a_rank_and_a_size_without_a_launcher_of_mpi_are_refused_before_mpi_starts(monkeypatch, launcher, variable):
     """Without the refusal, MPI would start a world of one process, or abort this process."""
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     for name in list(os.environ):
         if name.startswith(("PMI", "OMPI_", "PRTE_")):
             monkeypatch.delenv(name)
-    for name in (left, "PMIX_MCA_gds", "OMPI_MCA_btl"):  # the last two are settings of the user
+    for name in (variable, "PMIX_MCA_gds", "OMPI_MCA_btl"):  # the last two are settings of the user
         monkeypatch.setenv(name, "0")
-    world = World(0, 2, launcher=launcher, evidence=((left, "0"),))
-    said = rf"rank 0 of 2 \({left}=0\), but {launcher} has not started it: .*; start the command with {launcher}"
+    world = World(0, 2, launcher=launcher, evidence=((variable, "0"),))
+    said = rf"rank 0 of 2 \({variable}=0\), but {launcher} has not started it: .*; start the command with {launcher}"
     for backend in ("torch", "horovod") if installed() else ("torch",):
         with pytest.raises(UserError, match=said):
             connect(backend, world=world)
@@ -359,7 +362,7 @@ class FakeBackend:
         self.world = World(rank, len(hosts)).placed(rank, hosts)
 
     def exchange(self, numbers):
-        return [numbers if given is None else given for given in self.rows]
+        return [numbers if row is None else row for row in self.rows]
 
 
 GPUS = [f"{number:08x}-0000-4000-8000-000000000000" for number in range(4)]
@@ -449,7 +452,7 @@ def test_connect_names_the_different_transports_of_the_ranks(pool):
 
 
 def longest_short_data(backend, port, cores):
-    """Return the byte limits of data sent with comparisons of calls, for a new world on ``cores`` cores and for a group."""
+    """Return the byte limits of data sent with comparisons of calls, for a new world on ``cores`` cores and its group."""
     world = replace(backend.world, rendezvous=("127.0.0.1", port))
     with (
         mock.patch("os.sched_getaffinity", return_value=set(range(cores))),
@@ -611,7 +614,7 @@ def test_a_forked_child_does_not_end_the_groups_of_its_parent(tmp_path):
 
 
 def calls_of_children(backend):
-    """Make calls and run backward in a child of each rank: this fails, and does not change the ranks' own results."""
+    """Make calls, and run backward and a step, in children of each rank: all fail, and change no result of the ranks."""
     p = torch.nn.Parameter(torch.zeros(3))
     optimizer = dualtrain.DistributedOptimizer(torch.optim.SGD([p], 0.0), backend=backend)
     p.sum().backward()  # makes the bucket
@@ -788,7 +791,7 @@ def calls_of_a_world_of_one(backend):
 
 
 @pytest.mark.parametrize("name", ["torch", "horovod"])
-def test_a_world_of_one_supports_all_calls(name, pool):
+def test_a_world_of_one_rank_supports_groups_and_collective_calls(name, pool):
     if name == "horovod":
         require_horovod()
     pool.connect(name, 1)
@@ -825,8 +828,8 @@ def test_a_failure_after_the_ranks_have_connected_ends_the_groups(monkeypatch):
     assert before == torch_backend._IN_USE
 
 
-@pytest.mark.parametrize("failed", [False, True])
-def test_the_exit_waits_for_groups_that_end_slowly_unless_a_peer_has_failed(failed, monkeypatch):
+@pytest.mark.parametrize("peer_failed", [False, True])
+def test_the_exit_waits_for_groups_that_end_slowly_unless_a_peer_has_failed(peer_failed, monkeypatch):
     """Without this wait, the thread that ends a group aborts the process, because the interpreter has ended."""
     may_end, ended = threading.Event(), threading.Event()
 
@@ -837,10 +840,10 @@ def test_the_exit_waits_for_groups_that_end_slowly_unless_a_peer_has_failed(fail
 
     for name, empty in (("_IN_USE", []), ("_BACKENDS", set()), ("_ENDING", [])):
         monkeypatch.setattr(torch_backend, name, empty)
-    torch_backend._end([Group()], peer_failed=failed)
-    if not failed:
+    torch_backend._end([Group()], peer_failed=peer_failed)
+    if not peer_failed:
         threading.Timer(0.3, may_end.set).start()
     torch_backend._end_all()
-    assert ended.is_set() is not failed
+    assert ended.is_set() is not peer_failed
     may_end.set()
     assert ended.wait(30)

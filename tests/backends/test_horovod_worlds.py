@@ -81,14 +81,14 @@ def test_horovod_never_releases_the_last_reference_to_an_input(pool):
 
 
 def start_after_a_failure(backend):
-    """Start an operation after this rank has received the failure of another rank; return how often Horovod was called."""
+    """Try an operation after this rank has received the failure of another rank; return how often Horovod was called."""
     with (
         mock.patch.object(backend.watch, "failure", PeerFailure(1, "stopped")),
-        mock.patch.object(backend, "library") as own,
+        mock.patch.object(backend, "library") as library,
     ):
         with pytest.raises(PeerFailedError, match="rank 1 stopped"):
             backend.exchange([backend.rank, 7])
-        return len(own.mock_calls)
+        return len(library.mock_calls)
 
 
 def test_no_operation_is_given_to_horovod_after_a_rank_has_failed(pool):

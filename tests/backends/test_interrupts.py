@@ -17,8 +17,8 @@ from dualtrain.gradients import Transfer
 from tests.threads import run_threads
 
 
-def before(owner, name, times=1):
-    """Patch a method of ``owner``: each of its first ``times`` calls raises KeyboardInterrupt and does nothing else."""
+def interrupt_before(owner, name, times=1):
+    """Patch ``name`` of ``owner``: each of its first ``times`` calls raises KeyboardInterrupt and does nothing else."""
     original, left = getattr(owner, name), [None] * times
 
     def interrupted(*args, **kwargs):
@@ -30,8 +30,8 @@ def before(owner, name, times=1):
     return mock.patch.object(owner, name, interrupted)
 
 
-def after(owner, name, when=lambda result: True):
-    """Patch a method of ``owner``: the first call whose result satisfies ``when`` raises KeyboardInterrupt at its end."""
+def interrupt_after(owner, name, when=lambda result: True):
+    """Patch ``name`` of ``owner``: the first call whose result satisfies ``when`` raises KeyboardInterrupt at its end."""
     original, left = getattr(owner, name), [None]
 
     def interrupted(*args, **kwargs):
@@ -55,7 +55,7 @@ def after_the_wait_for_a_post(backend, count):
             # try_wait() never succeeds, so this rank must wait for the post.
             with mock.patch.object(semaphores, "try_wait", return_value=False):
                 work = backend.start_sum(tensor, f"sum {number}")
-                with after(memory, "_wait_and_progress", bool), pytest.raises(KeyboardInterrupt):
+                with interrupt_after(memory, "_wait_and_progress", bool), pytest.raises(KeyboardInterrupt):
                     work.wait()
             work.wait()
         else:
@@ -73,7 +73,7 @@ def at_the_start(backend):
     backend.timeout = 5.0
     tensor = torch.ones(3)
     if backend.rank == 0:
-        with after(backend.sums, "post_ready"), pytest.raises(KeyboardInterrupt):
+        with interrupt_after(backend.sums, "post_ready"), pytest.raises(KeyboardInterrupt):
             backend.start_sum(tensor, "first")
         reason = "sum of 'first' was interrupted by KeyboardInterrupt and cannot continue"
     else:
@@ -90,7 +90,7 @@ def test_the_next_sum_fails_on_every_rank_after_an_interrupted_start_of_a_sum():
 def call_is_interrupted(backend):
     tensor = torch.ones(3)
     if backend.rank == 0:
-        with after(backend, "exchange_call"), pytest.raises(KeyboardInterrupt):
+        with interrupt_after(backend, "exchange_call"), pytest.raises(KeyboardInterrupt):
             backend.allreduce(tensor, "sum")
         for _ in range(2):
             with pytest.raises(BackendError, match="a collective call on rank 0 was interrupted by KeyboardInterrupt"):
@@ -126,7 +126,7 @@ def test_every_rank_gets_an_error_after_a_comparison_timed_out_on_one_rank():
 
 
 def call_of_one_rank_is_interrupted(backend):
-    with before(backend, "exchange_call"), pytest.raises(KeyboardInterrupt):
+    with interrupt_before(backend, "exchange_call"), pytest.raises(KeyboardInterrupt):
         backend.barrier()
     backend.barrier()
 
@@ -141,7 +141,7 @@ def scaling_is_interrupted(backend, tree):
     work = backend.start_tree_sum(tensor, [], order, "x", 0.5) if tree else backend.start_sum(tensor, "x", 0.5)
     owner, name = (work, "_sum") if tree else (base, "_scale")
     if backend.rank == 0:
-        with after(owner, name), pytest.raises(KeyboardInterrupt):
+        with interrupt_after(owner, name), pytest.raises(KeyboardInterrupt):
             work.wait()
         with pytest.raises(BackendError, match="was interrupted"):
             work.wait()
@@ -204,7 +204,7 @@ def gradients_change_after_interrupt(backend):
             sum(p.sum() for p in params).backward()
         optimizer.synchronize()
         optimizer.reducer.renew()
-    with after(optimizer.reducer.buckets[0], "unpack"), pytest.raises(KeyboardInterrupt):
+    with interrupt_after(optimizer.reducer.buckets[0], "unpack"), pytest.raises(KeyboardInterrupt):
         optimizer.synchronize()
     optimizer.zero_grad()
     with pytest.raises(BackendError, match=r"the gradient of 'group 0 parameter 1' changed after it was sent"):
@@ -219,7 +219,7 @@ def wrapped_step_is_interrupted(backend):
     params, optimizer = _optimizer(backend)
     state = optimizer.state_dict()
     sum(p.sum() for p in params).backward()
-    with after(optimizer.optimizer, "step"), pytest.raises(KeyboardInterrupt):
+    with interrupt_after(optimizer.optimizer, "step"), pytest.raises(KeyboardInterrupt):
         optimizer.step()
     message = "step of the optimizer was interrupted on this rank, whose parameters may differ"
     if backend.size > 1:
@@ -238,7 +238,7 @@ def test_after_an_interrupted_step_several_ranks_refuse_a_step_until_load_state_
 def end_of_backward_is_interrupted(backend):
     params, optimizer = _optimizer(backend)
     for number in range(2):
-        with before(optimizer.reducer._exchange, "wait", times=number), suppress(KeyboardInterrupt):
+        with interrupt_before(optimizer.reducer._exchange, "wait", times=number), suppress(KeyboardInterrupt):
             sum(p.sum() for p in params).backward()
         if number == 0:
             optimizer.step()

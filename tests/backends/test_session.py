@@ -38,12 +38,12 @@ def test_every_attempt_has_a_session_of_its_own(size):
     assert len({each[0] for each in sessions}) == 4
 
 
-@pytest.mark.parametrize("left", [[0], [1], [2], [0, 1], [1, 2]], ids=str)
-def test_keys_of_failed_attempts_are_not_used(left):
+@pytest.mark.parametrize("failed_ranks", [[0], [1], [2], [0, 1], [1, 2]], ids=str)
+def test_keys_of_failed_attempts_are_not_used(failed_ranks):
     store = dist.HashStore()
     before = set(attempt(store, 3))
     with ThreadPoolExecutor(3) as executor:
-        list(executor.map(lambda rank: times_out(store, rank, 3), left))
+        list(executor.map(lambda rank: times_out(store, rank, 3), failed_ranks))
     sessions = set(attempt(store, 3))
     assert len(sessions) == 1
     assert not sessions & before

@@ -1,4 +1,7 @@
-"""Reductions through shared memory: values, order of the sum, failures, freed memory."""
+"""Reductions through shared memory: values, order of the sum, failures, freed memory.
+
+``library`` is the backend below the shared memory: torch, Horovod or threads.
+"""
 
 from __future__ import annotations
 
@@ -228,8 +231,8 @@ def test_after_an_interruption_within_a_sum_all_later_sums_fail_on_every_rank(co
     run_threads(2, interrupted, count)
 
 
-def fails_in_a_sum(backend, second, later):
-    """On rank 0, raise an error in a sum, and ``second`` in the search for its cause. Later sums report ``later``."""
+def fails_in_a_sum(backend, second_error, report):
+    """On rank 0, raise an error in a sum, and ``second_error`` in the search for its cause. Later sums say ``report``."""
     library, backend = backend, share_memory(backend, (0,) * backend.size)
     if backend.rank:
         backend.start_sum(torch.ones(3), "t")
@@ -237,12 +240,12 @@ def fails_in_a_sum(backend, second, later):
     if backend.rank == 0:
         with (
             mock.patch.object(backend.sums, "_check_tags", side_effect=RuntimeError("no memory")),
-            mock.patch.object(library, "failure", side_effect=second),
-            pytest.raises(type(second)),
+            mock.patch.object(library, "failure", side_effect=second_error),
+            pytest.raises(type(second_error)),
         ):
             backend.start_sum(torch.ones(3), "t")
-        kind = PeerFailedError if isinstance(second, PeerFailedError) else BackendError
-        with pytest.raises(kind, match=f"^sum of 'later' cannot be done after an earlier failure: {later}$"):
+        kind = PeerFailedError if isinstance(second_error, PeerFailedError) else BackendError
+        with pytest.raises(kind, match=f"^sum of 'later' cannot be done after an earlier failure: {report}$"):
             backend.start_sum(torch.ones(3), "later")
     library.exchange([1])
 
@@ -429,7 +432,7 @@ def test_ranks_may_order_a_sum_and_the_librarys_calls_differently(shared):
     shared(sum_beside_a_call)
 
 
-def sum_beside_a_call_of_a_channel(backend, of_sum, of_call):
+def sum_beside_a_call_of_a_channel(backend, sum_backend, call_backend):
     """On rank 0, wait for the sum of one backend before the call of another; on rank 1, after the call."""
     library, backend = backend, share_memory(backend, (0,) * backend.size)
     channel = backend.channel()
@@ -438,11 +441,11 @@ def sum_beside_a_call_of_a_channel(backend, of_sum, of_call):
         each.timeout = 5.0
     tensor = torch.ones(5000)
     if backend.rank == 1:
-        work = backends[of_sum].start_sum(tensor, "t")
+        work = backends[sum_backend].start_sum(tensor, "t")
     library.exchange([0])  # rank 1 has started the sum, and must reduce its shard of it during the call
     if backend.rank == 0:
-        backends[of_sum].start_sum(tensor, "t").wait()
-    backends[of_call].barrier()
+        backends[sum_backend].start_sum(tensor, "t").wait()
+    backends[call_backend].barrier()
     if backend.rank == 1:
         work.wait()
     assert tensor.unique().tolist() == [backend.size]
@@ -450,9 +453,9 @@ def sum_beside_a_call_of_a_channel(backend, of_sum, of_call):
     assert backend._sum_memories == []
 
 
-@pytest.mark.parametrize(("of_sum", "of_call"), [(0, 1), (1, 0), (0, 2), (2, 0), (0, 3), (1, 3)])
-def test_ranks_may_order_a_sum_and_a_call_of_another_channel_differently(of_sum, of_call):
-    run_threads(2, sum_beside_a_call_of_a_channel, of_sum, of_call)
+@pytest.mark.parametrize(("sum_backend", "call_backend"), [(0, 1), (1, 0), (0, 2), (2, 0), (0, 3), (1, 3)])
+def test_ranks_may_order_a_sum_and_a_call_of_another_channel_differently(sum_backend, call_backend):
+    run_threads(2, sum_beside_a_call_of_a_channel, sum_backend, call_backend)
 
 
 def sums_of_two_channels(backend, hosts):

@@ -42,14 +42,14 @@ def job():
 @pytest.fixture
 def join():
     """Yield a function that calls :func:`dial` for this host. Its clients are closed after the test."""
-    found = []
+    clients = []
 
     def joined(ports, rank, secret="the secret", timeout=5.0, world="", size=3):
-        found.append(dial(LOCAL, ports, rank, size, secret, timeout, world))
-        return found[-1]
+        clients.append(dial(LOCAL, ports, rank, size, secret, timeout, world))
+        return clients[-1]
 
     yield joined
-    for each in found:
+    for each in clients:
         each.close()
 
 
@@ -355,23 +355,23 @@ def test_the_http_store_for_horovod_refuses_requests_without_the_secret():
 
 
 @pytest.mark.parametrize(
-    ("given", "host"), [("2001:db8::7", "2001:db8::7"), ("::1", "192.0.2.7"), ("192.0.2.8", "192.0.2.8")]
+    ("address", "host"), [("2001:db8::7", "2001:db8::7"), ("::1", "192.0.2.7"), ("192.0.2.8", "192.0.2.8")]
 )
-def test_rank_0_listens_at_the_given_address_unless_other_hosts_cannot_reach_it(monkeypatch, given, host):
+def test_rank_0_listens_at_the_given_address_unless_other_hosts_cannot_reach_it(monkeypatch, address, host):
     monkeypatch.setattr(meeting_point, "address", lambda: "192.0.2.7")
     monkeypatch.setattr(meeting_point, "listen", lambda host, ports, backlog: host)
     monkeypatch.setattr(meeting_point, "serve", lambda listening, *_: listening)
-    world = World(size=2, local_size=1, rendezvous=(given, 29500))
-    assert meeting_point._serve(world, given, 29500) == host
+    world = World(size=2, local_size=1, rendezvous=(address, 29500))
+    assert meeting_point._serve(world, address, 29500) == host
 
 
 def test_a_hosts_address_is_that_of_the_chosen_interface(monkeypatch):
-    found = {"eth0": "192.0.2.7", "ib0": "192.0.2.8", hosts.loopback(): "127.0.0.1"}
-    monkeypatch.setattr(hosts, "ipv4", found.get)
+    addresses = {"eth0": "192.0.2.7", "ib0": "192.0.2.8", hosts.loopback(): "127.0.0.1"}
+    monkeypatch.setattr(hosts, "ipv4", addresses.get)
     monkeypatch.setattr(hosts.socket, "gethostname", lambda: "here")
     monkeypatch.setattr(hosts, "_resolved", lambda host: "127.0.1.1" if host == "here" else host)
     monkeypatch.setattr(hosts, "_route", lambda towards: "192.0.2.9" if towards == "there" else "127.0.0.1")
-    monkeypatch.setattr(hosts.socket, "if_nameindex", lambda: list(enumerate(found)))
+    monkeypatch.setattr(hosts.socket, "if_nameindex", lambda: list(enumerate(addresses)))
     for name in hosts.OVERRIDES:
         monkeypatch.delenv(name, raising=False)
     assert hosts.address("there") == "192.0.2.9"

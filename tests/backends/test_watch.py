@@ -1,4 +1,7 @@
-"""Failed ranks: the other ranks report the failed rank's number and the reason, without waiting for a timeout."""
+"""Ranks that fail, leave or do not make a call: the other ranks report the rank's number and the reason.
+
+A failure or an exit is reported without waiting for a timeout.
+"""
 
 from __future__ import annotations
 
@@ -138,7 +141,7 @@ def test_an_exception_in_a_with_statement_is_reported_to_the_others():
 
 
 class _Multiline:
-    """Functions that raise exceptions whose messages are long or have several lines."""
+    """Functions that raise exceptions with long messages, or with several lines at the end of their tracebacks."""
 
     @staticmethod
     def load():
@@ -396,7 +399,7 @@ def test_a_library_error_names_the_ranks_that_have_not_reached_the_operation():
     failed = threading.Semaphore(0)
 
     def library_error(backend):
-        """Simulate an error of the library on ranks 0 and 1. Rank 2 reports nothing, like a process that hangs."""
+        """Simulate an error of torch or Horovod on ranks 0 and 1. Rank 2 reports nothing, like a process that hangs."""
         watch, said = backend.watch, ""
         if backend.rank < 2:
             watch.wait_for_report = lambda seconds: wait_until(lambda: watch.waiting.keys() == {0, 1})
