@@ -127,8 +127,8 @@ def test_the_interval_of_one_pair_has_no_width():
 MACHINE = {"measured": "today", "ranks": "two <ranks>"}
 
 
-def text_of(found: Results) -> str:
-    return text(found, rows_of(found), MACHINE, targets=True)
+def text_of(measured: Results) -> str:
+    return text(measured, rows_of(measured), MACHINE, targets=True)
 
 
 def results(weights: dict[str, str] | None = None, missing: dict[str, str] | None = None, **seconds: float) -> Results:
@@ -465,7 +465,7 @@ def test_ratios_of_any_size_have_a_place_in_the_chart():
         assert all(0 < x < WIDE for x in places)
 
 
-def test_each_job_is_described_with_the_size_of_its_model():
+def test_every_job_has_a_description_and_described_sizes_are_those_of_the_models():
     assert set(ABOUT) == set(JOBS) - {"large"}
     sizes = {"empty": "2 weights", "small": "465,198 weights", "convnet": "29,034 weights"}
     sizes |= {"resnet18": "11.2 M weights", "mlp": "20.0 M weights", "transformer": "4.7 M weights"}
@@ -687,9 +687,10 @@ TWO, FOUR = Layout(1, 2), Layout(1, 4)
 
 
 def results_of(monkeypatch, tmp_path, layouts=(TWO, FOUR)):
-    """Measure with simulated contenders. ``shm`` fails with 4 ranks.
+    """Measure with simulated contenders; return the results, the specs of the starts, and the log.
 
-    Rank 0 takes 1 ms for each rank of the world, or 2 ms with Horovod. Rank 1 takes twice as long as rank 0.
+    ``shm`` fails with 4 ranks. Rank 0 takes 1 ms for each rank of the world, or 2 ms with Horovod. Rank 1 takes twice as
+    long as rank 0.
     """
     specs = []
 
@@ -931,7 +932,7 @@ def test_the_port_of_the_rendezvous_is_not_one_that_linux_gives_to_other_sockets
     assert all(20000 <= int(port) < 32768 for port in (*ports, os.environ["MASTER_PORT"]))
 
 
-def test_a_failure_is_reported_in_one_line_and_ends_all_ranks(tmp_path):
+def test_the_error_of_a_failed_rank_is_reported(tmp_path):
     program = "import os, time; os.environ['RANK'] == '1' and 1 / 0; time.sleep(100)"
     with pytest.raises(LaunchError, match="ZeroDivisionError: division by zero"):
         run_program([sys.executable, "-c", program], "ranks", LaunchSpec(2, "cpu", tmp_path))
@@ -985,16 +986,16 @@ def test_a_contender_that_fails_twice_is_left_out_of_later_rounds(tmp_path, monk
     assert len(found.pairs(TUNED, TUNED)) == 3
 
 
-def run_with(monkeypatch, tmp_path, plan, good=None):
+def run_with(monkeypatch, tmp_path, plan, good_starts=None):
     """Run ``plan`` without processes; return the started modules with their options, in order, and the results.
 
-    ``good`` maps a contender to the number of starts after which it fails.
+    ``good_starts`` maps a contender to the number of starts after which it fails.
     """
     calls = []
 
     def run_entry(entry, *_):
         calls.append(f"{entry.module} {entry.option}".strip())
-        if calls.count(calls[-1]) > (good or {}).get(calls[-1], len(calls)):
+        if calls.count(calls[-1]) > (good_starts or {}).get(calls[-1], len(calls)):
             raise LaunchError("no luck")
         return [{"rank": 0, "size": 2, "job": "tiny", "seconds": 1.0, "first": 1.0, "sha256": "a"}]
 
@@ -1016,7 +1017,7 @@ def test_the_order_of_contenders_alternates_between_rounds(tmp_path, monkeypatch
 )
 def test_a_fallback_takes_the_place_of_a_contender_that_cannot_run(good_starts, expected, tmp_path, monkeypatch):
     plan = Plan(["shm", TUNED], ("tiny",), 2, 0.5, 1000, {"shm": "native"})
-    calls, found = run_with(monkeypatch, tmp_path, plan, good={"ours torch/shm": good_starts})
+    calls, found = run_with(monkeypatch, tmp_path, plan, good_starts={"ours torch/shm": good_starts})
     assert calls == expected
     assert len(found.pairs("native", TUNED)) == 2 - good_starts
 
@@ -1119,12 +1120,12 @@ def test_a_round_that_would_not_end_in_time_is_not_begun(tmp_path, monkeypatch):
     assert "1 of 7 rounds" in said[-1]
 
 
-def rounds_at(monkeypatch, tmp_path, fixed, step, seconds, most=1.0):
+def rounds_at(monkeypatch, tmp_path, start_seconds, step, seconds, max_fraction=1.0):
     """Run rounds of three contenders on a simulated clock; return the results, sample counts, the end time and the log.
 
-    Each start of a contender takes ``fixed`` seconds, plus the time of its steps. ``step`` lists the seconds of one step of
+    Each start of a contender takes ``start_seconds``, plus the time of its steps. ``step`` lists the seconds of one step of
     ``resnet18``, one value per round; its last value is used for all later rounds. ``seconds`` is the time limit for all
-    rounds, and ``most`` the largest fraction of the steps that a round takes.
+    rounds, and ``max_fraction`` the largest fraction of the steps that a round takes.
     """
     clock = [0.0]
     said: list[str] = []
@@ -1134,13 +1135,13 @@ def rounds_at(monkeypatch, tmp_path, fixed, step, seconds, most=1.0):
     def run_entry(entry, jobs, spec, step_fraction):
         step_seconds = step[min(len(calls) // len(names), len(step) - 1)]
         calls.append(entry.title)
-        clock[0] += fixed + step_seconds * Task("resnet18", CPU, step_fraction).steps
+        clock[0] += start_seconds + step_seconds * Task("resnet18", CPU, step_fraction).steps
         return [{"rank": 0, "size": 2, "job": "resnet18", "seconds": step_seconds, "first": -60.0, "sha256": "a"}]
 
     for one in (pace, measure):
         monkeypatch.setattr(one, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(measure, "run_entry", run_entry)
-    plan = Plan(names, ("resnet18",), ROUNDS, most, seconds)
+    plan = Plan(names, ("resnet18",), ROUNDS, max_fraction, seconds)
     found = measure.measure(plan, LaunchSpec(2, "cpu", tmp_path), said.append)
     return found, [found.count(name) for name in names], clock[0], said
 
@@ -1149,7 +1150,7 @@ def test_a_fast_machine_takes_all_steps_in_all_rounds_but_the_first(monkeypatch,
     found, counts, _, _ = rounds_at(monkeypatch, tmp_path, 10, [3], 1140)
     assert found.step_fractions == [0.125, *[1.0] * 6]
     assert counts == [7, 7, 7]
-    assert rounds_at(monkeypatch, tmp_path, 2, [0.5], 170, most=0.5)[0].step_fractions == [0.125, *[0.5] * 6]
+    assert rounds_at(monkeypatch, tmp_path, 2, [0.5], 170, max_fraction=0.5)[0].step_fractions == [0.125, *[0.5] * 6]
 
 
 def test_a_slow_machine_takes_fewer_steps_but_all_rounds(monkeypatch, tmp_path):
@@ -1207,7 +1208,7 @@ def test_a_round_ends_when_no_time_is_left_for_the_next_contender(monkeypatch, t
     assert said[-1] == "round 2 of 7 ends: no time is left for 'no communication'"
 
 
-def test_a_single_round_takes_all_steps():
+def test_a_single_round_takes_the_largest_fraction_of_the_steps():
     assert pace.Pace(1, 170.0, 0.5).step_fraction == 0.5
 
 

@@ -56,14 +56,14 @@ def row(rank=0, **other):
     return {**healthy, "probes": fine, **here, **other}
 
 
-@pytest.mark.parametrize(("wanted", "tried"), [("torch", 1), ("all", 2)])
-def test_an_unconnected_rank_waits_until_rank_0_has_tried_all_backends(wanted, tried, monkeypatch):
+@pytest.mark.parametrize(("backend", "probes"), [("torch", 1), ("all", 2)])
+def test_an_unconnected_rank_waits_until_rank_0_has_tried_all_backends(backend, probes, monkeypatch):
     waits: list[float] = []
     monkeypatch.setattr(examine, "probe", lambda name, *_: Probe(name, error="no answer"))
     monkeypatch.setattr(examine, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=waits.append))
-    examination = examine.Examination(wanted, World(1, 2, launcher="mpirun"), 60.0)
+    examination = examine.Examination(backend, World(1, 2, launcher="mpirun"), 60.0)
     examination.end()
-    assert waits == [3.0 + tried * (60.0 + MARGIN_SECONDS)]
+    assert waits == [3.0 + probes * (60.0 + MARGIN_SECONDS)]
 
 
 def test_the_report_of_one_rank_as_text_and_as_json(tmp_path):
@@ -279,9 +279,9 @@ def test_bus_bandwidth_is_computed_as_in_nccl_tests():
     assert bus_bandwidth(100, 2.0, 1) == 0.0
 
 
-@pytest.mark.parametrize("by", ["spark", "ray", "1"])
-def test_a_launcher_that_is_not_a_shell_command_is_explained(tmp_path, by):
-    variables = spawned(0, 1, ("127.0.0.1", free_port()), "s", "j", starter=by)
+@pytest.mark.parametrize("starter", ["spark", "ray", "1"])
+def test_a_launcher_that_is_not_a_shell_command_is_explained(tmp_path, starter):
+    variables = spawned(0, 1, ("127.0.0.1", free_port()), "s", "j", starter=starter)
     end = run((*DOCTOR, "--json", "--backend", "torch"), tmp_path, env={**ENV, **variables})
     assert end.returncode == 0, end.stdout + end.stderr
     first, *_ = page(json.loads(end.stdout)).splitlines()
@@ -290,4 +290,4 @@ def test_a_launcher_that_is_not_a_shell_command_is_explained(tmp_path, by):
         "ray": "ray: each rank is a Ray actor, started by dualtrain.ray or Ray Train (LOCAL_RANK=0 ",
         "1": "spawn: each rank is a child process, started by dualtrain itself (LOCAL_RANK=0 ",
     }
-    assert first.startswith(f"launcher    {shown[by]}")
+    assert first.startswith(f"launcher    {shown[starter]}")

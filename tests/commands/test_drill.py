@@ -124,12 +124,12 @@ def test_a_drill_that_injected_no_fault_is_a_problem(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("left", "problem"), [([7], "1 process was left behind"), ([7, 8], "2 processes were left behind")]
+    ("pids", "problem"), [([7], "1 process was left behind"), ([7, 8], "2 processes were left behind")]
 )
-def test_processes_that_outlive_the_job_are_a_problem(left, problem, monkeypatch, tmp_path):
+def test_processes_that_outlive_the_job_are_a_problem(pids, problem, monkeypatch, tmp_path):
     monkeypatch.setattr(Job, "start", lambda job: None)
     monkeypatch.setattr(Job, "status", lambda job: 0)
-    monkeypatch.setattr(Job, "end", lambda job: left)
+    monkeypatch.setattr(Job, "end", lambda job: pids)
     drill = exercise(tmp_path)
     drill._disturb(0, 7, FAULTS)
     assert drill.report.problems[0] == problem

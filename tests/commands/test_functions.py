@@ -140,7 +140,7 @@ def test_a_rank_failed_error_can_be_pickled():
         (lambda: ValueError("\n two\n lines"), "ValueError: two lines"),
     ],
 )
-def test_every_kind_of_exception_is_reported(error, said):
+def test_exits_exceptions_of_several_lines_and_those_that_cannot_be_unpickled_are_reported(error, said):
     def broken():
         raise error()
 
@@ -343,7 +343,7 @@ def test_an_argument_that_cannot_be_pickled_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "said"),
     [
         ({"nproc": 0}, "number of ranks is 0"),
         ({"nproc": True}, "number of ranks is True"),
@@ -351,9 +351,9 @@ def test_an_argument_that_cannot_be_pickled_is_refused():
         ({"nproc": 100_000}, "100000 ranks are too many"),
     ],
 )
-def test_a_bad_number_of_ranks_is_refused(given, said):
+def test_a_bad_number_of_ranks_is_refused(arguments, said):
     with pytest.raises(UserError, match=said):
-        run(print, **given)
+        run(print, **arguments)
 
 
 def test_an_object_that_is_not_callable_is_refused():
@@ -409,10 +409,10 @@ def test_horovods_arguments_are_accepted():
     assert next(iter(inspect.signature(horovod_run).parameters)) == "func"
 
 
-@pytest.mark.parametrize("given", [{"hosts": "a:1,b:1"}, {"min_np": 1}, {"host_discovery_script": "x"}])
-def test_other_hosts_and_elastic_training_are_refused(given):
-    with pytest.raises(UserError, match=rf"horovod.run\({next(iter(given))}=.*torchrun"):
-        horovod_run(print, **given)
+@pytest.mark.parametrize("arguments", [{"hosts": "a:1,b:1"}, {"min_np": 1}, {"host_discovery_script": "x"}])
+def test_other_hosts_and_elastic_training_are_refused(arguments):
+    with pytest.raises(UserError, match=rf"horovod.run\({next(iter(arguments))}=.*torchrun"):
+        horovod_run(print, **arguments)
 
 
 def test_an_unknown_argument_is_an_error():

@@ -23,7 +23,7 @@ def start(name: str, *arguments: str, **variables: str) -> subprocess.CompletedP
 
 
 def make_environment(folder: Path, name: str, program: str = 'echo "$*"') -> None:
-    """Make a virtual environment whose launcher ``name`` is the shell script ``program``, which prints its arguments."""
+    """Make a virtual environment whose launcher ``name`` is the shell script ``program`` (default: print the arguments)."""
     launcher = folder / "bin" / name
     launcher.parent.mkdir()
     launcher.write_text(f"#!/bin/sh\n{program}\n")

@@ -57,7 +57,7 @@ def test_a_terminal_gets_a_progress_bar(tmp_path):
 
 
 def converted(shape, classes):
-    """Build no model: convert the KeyboardInterrupt of Ctrl-C to ImportError, as the import of a C extension may do."""
+    """Interrupt this process, and convert the KeyboardInterrupt to ImportError, as the import of a C extension may do."""
     try:
         os.kill(os.getpid(), signal.SIGINT)
     except KeyboardInterrupt:
@@ -65,7 +65,7 @@ def converted(shape, classes):
 
 
 def lost(shape, classes):
-    """Build a model, and suppress the KeyboardInterrupt of Ctrl-C."""
+    """Interrupt this process, suppress the KeyboardInterrupt, and build a model."""
     with suppress(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGINT)
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, classes))

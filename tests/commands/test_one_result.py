@@ -1,6 +1,6 @@
-"""``compare --one-result``, and what ``launch/one_result.sh`` refuses and starts.
+"""``compare --one-result``, and what ``launch/one_result.sh`` and ``launch/ways.sh`` refuse and start.
 
-tests/launch/test_launch.py runs the script with real jobs.
+tests/launch/test_launch.py runs one_result.sh with real jobs.
 """
 
 from __future__ import annotations
@@ -127,9 +127,9 @@ def test_a_run_is_not_compared_with_itself(tmp_path, capsys):
 
 # -- the script ---------------------------------------------------------------------------------------------------
 
-#: Fake of python, torchrun, horovodrun and mpirun. It logs its command line and writes the summary of a run. If the folder
-#: bin has a file status-RUN, the run RUN fails with the exit status in this file. If it has a file no-MODULE, MODULE counts
-#: as not installed.
+#: Fake of python, torchrun, horovodrun and mpirun. It logs its command line and writes the summary of a run. For
+#: dualtrain.compare it calls the real Python, and for dualtrain.report it does nothing. If the folder bin has a file
+#: status-RUN, the run RUN fails with the exit status in this file. If bin has a file no-MODULE, MODULE counts as missing.
 PROGRAM = """#!/bin/bash
 case "$*" in
   "-m dualtrain.compare"*) exec {python} "$@" ;;
@@ -147,7 +147,7 @@ cp {summary} "$run"
 
 
 class Script:
-    """Environment that runs a script of ``launch/``, by default one_result.sh, with fakes of python and the launchers."""
+    """Environment for a script of launch/ (default: one_result.sh), with fakes of setup.sh, python and the launchers."""
 
     def __init__(self, folder: Path, python: str) -> None:
         self.folder, self.bin, self.log = folder, folder / "bin", folder / "log"
@@ -306,11 +306,11 @@ def test_the_comparison_of_ways_refuses_a_wrong_number_of_ranks(script):
     assert end.stderr.startswith("ways.sh: error: NPROC=two is not a number of ranks: set it")
 
 
-@pytest.mark.parametrize(("way", "status", "started"), [("one-process", 2, 1), ("torchrun", 130, 4)])
-def test_the_comparison_of_ways_ends_after_ctrl_c_or_if_the_first_way_refuses_the_flags(way, status, started, script):
+@pytest.mark.parametrize(("way", "status", "starts"), [("one-process", 2, 1), ("torchrun", 130, 4)])
+def test_the_comparison_of_ways_ends_after_ctrl_c_or_if_the_first_way_refuses_the_flags(way, status, starts, script):
     (script.bin / f"status-{way}").write_text(str(status))
     end = script.run("--lr", "1", name="ways")
-    assert len([line for line in script.started() if "dualtrain.main" in line]) == started
+    assert len([line for line in script.started() if "dualtrain.main" in line]) == starts
     assert end.returncode == status
     assert "failed, see above" not in end.stdout
 

@@ -27,7 +27,7 @@ COUNT = 100
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train on the digits, with normalization, for four epochs."""
+    """Train on the digits, with normalization, for four epochs; return the run's folder."""
     folder = tmp_path_factory.mktemp("predict") / "run"
     with connect("local") as backend, pytest.MonkeyPatch.context() as patch:
         # Use one thread: on a busy machine, two threads that share a tiny batch mostly wait for each other.
@@ -45,7 +45,7 @@ def run(trained: Path, tmp_path: Path) -> Path:
 
 
 def save(pixels: torch.Tensor, path: Path) -> str:
-    """Save a digit of shape (1, 8, 8), with values from 0 to 1, as a PNG file."""
+    """Save a digit of shape (1, 8, 8), with values from 0 to 1, as a PNG file; return its path as text."""
     Image.fromarray(pixels[0].mul(255).round().byte().numpy()).save(path)
     return str(path)
 
