@@ -36,8 +36,8 @@ def refusal(text):
     return line.removeprefix("dualtrain: error ")
 
 
-def rank(number, size=2, **others):
-    return {"RANK": str(number), "WORLD_SIZE": str(size), **{name: str(value) for name, value in others.items()}}
+def rank(number, size=2, **variables):
+    return {"RANK": str(number), "WORLD_SIZE": str(size), **{name: str(value) for name, value in variables.items()}}
 
 
 ALONE = {

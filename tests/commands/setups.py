@@ -1,4 +1,4 @@
-"""Runs of the launch scripts with fake programs. ``Setup`` runs ``launch/setup.sh``.
+"""Runs of the scripts in launch/ and tests/ with fake programs. ``Setup`` runs ``launch/setup.sh``.
 
 The fakes of ``Setup`` are the interpreter, pip, nvidia-smi, nvcc and Horovod. With them, a set-up takes a second, needs no
 network and compiles nothing. The fakes print the contents of files that a test has written, except pip, which runs

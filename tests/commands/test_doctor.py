@@ -37,8 +37,8 @@ sys.exit(main())
 """
 
 
-def row(rank=0, **other):
-    """Return the facts about a rank without problems; the facts in ``other`` replace some of them."""
+def row(rank=0, **changes):
+    """Return the facts about a rank without problems; the facts in ``changes`` replace some of them."""
     versions = {"dualtrain": "1", "Python": "3.11", "torch": "2.13", "horovod": "0.28.1"}
     healthy = {"rank": rank, "size": 2, "launcher": "torchrun", "ignored": {}, "versions": versions, "horovod": None}
     fine = {"torch": {"error": None}, "horovod": {"error": None}}
@@ -53,7 +53,7 @@ def row(rank=0, **other):
         "gpu_uuids": [],
     }
     here |= {"host_cores": 2, "bf16": True}
-    return {**healthy, "probes": fine, **here, **other}
+    return {**healthy, "probes": fine, **here, **changes}
 
 
 @pytest.mark.parametrize(("backend", "probes"), [("torch", 1), ("all", 2)])

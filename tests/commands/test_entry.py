@@ -120,7 +120,8 @@ def test_the_installed_command_finds_the_users_modules_in_the_current_folder(tmp
     assert origin["command"] == shlex.join([sys.executable, str(script), "train", *flags])  # not a rank's command
 
 
-# A module that turns an interrupt during its import into a different exception, as modules written in C may do.
+# A module that interrupts its rank, or the rank's parent, during the import. It turns an interrupt of its own process into
+# a different exception, as modules written in C may do.
 INTERRUPTED = """
 import os, pathlib, signal, time
 try:

@@ -37,9 +37,9 @@ SUMMARY = {
 MISSING = "it was not started, or failed before it made the folder"
 
 
-def write(folder: Path, **other: object) -> str:
+def write(folder: Path, **changes: object) -> str:
     folder.mkdir()
-    (folder / "summary.json").write_text(json.dumps(SUMMARY | other))
+    (folder / "summary.json").write_text(json.dumps(SUMMARY | changes))
     return str(folder)
 
 
@@ -54,7 +54,7 @@ def test_equal_runs_have_one_hash(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("other", "last"),
+    ("changes", "last"),
     [
         ({"weights_sha256": "cd" * 32}, "2 runs, 2 hashes: b differs from a in weights_sha256"),
         ({"val_loss": 1.0455258414563205}, "2 runs, 1 hash: b differs from a in val_loss"),
@@ -62,8 +62,8 @@ def test_equal_runs_have_one_hash(tmp_path, capsys):
         ({"val_top5": 1.0}, "2 runs, 1 hash: b differs from a in val_top5"),
     ],
 )
-def test_a_run_that_differs_is_named(other, last, tmp_path, capsys):
-    assert main([write(tmp_path / "a"), write(tmp_path / "b", **other), "--one-result"]) == 1
+def test_a_run_that_differs_is_named(changes, last, tmp_path, capsys):
+    assert main([write(tmp_path / "a"), write(tmp_path / "b", **changes), "--one-result"]) == 1
     assert capsys.readouterr().out.splitlines()[-1] == last
 
 

@@ -27,7 +27,7 @@ COUNT = 100
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Train on the digits, with normalization, for four epochs; return the run's folder."""
+    """Train on the digits, with normalization, for four epochs; return the run's folder. Its task.json names no classes."""
     folder = tmp_path_factory.mktemp("predict") / "run"
     with connect("local") as backend, pytest.MonkeyPatch.context() as patch:
         # Use one thread: on a busy machine, two threads that share a tiny batch mostly wait for each other.
