@@ -14,6 +14,8 @@ from dualtrain.backends.collectives import check_backend
 from dualtrain.gradients.parameters import check_optimizer, check_supported
 from dualtrain.trainer.precision import DTYPES
 
+_MOST_SHARDS = 65536  # planning the tree of a sum takes seconds with more shards
+
 
 def check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, backend: Backend) -> None:
     """Raise TypeError or ValueError for an argument that a trainer cannot use."""
@@ -47,6 +49,8 @@ def check_options(clip_norm: float | None, ema: float | None, compress: str, vir
         raise ValueError(f"compress={compress!r} is not known: choose none, fp16 or bf16")
     if virtual_ranks is not None and (isinstance(virtual_ranks, bool) or not isinstance(virtual_ranks, Integral)):
         raise ValueError(f"virtual_ranks={virtual_ranks!r} is not a whole number: give the number of shards, or None")
+    if virtual_ranks is not None and virtual_ranks > _MOST_SHARDS:
+        raise ValueError(f"virtual_ranks={virtual_ranks} is more than {_MOST_SHARDS}: give fewer shards")
     if virtual_ranks is not None and not isinstance(seed, Integral):
         raise ValueError(f"seed={seed!r} is not a whole number: give one")
     if virtual_ranks is not None and compress != "none":

@@ -99,7 +99,7 @@ class Trainer:
             returns, ``schedule`` is not a scheduler, or ``loss``, ``forward`` or ``measure`` cannot be called.
         ValueError: in any of these cases:
 
-            - ``virtual_ranks`` is not a whole number above 0, is given with ``compress``, or, for a model with
+            - ``virtual_ranks`` is not a whole number from 1 to 65536, is given with ``compress``, or, for a model with
               SyncBatchNorm layers, differs from the number of ranks; or ``seed`` with ``virtual_ranks`` is not a whole
               number
             - a parameter's gradient cannot be averaged

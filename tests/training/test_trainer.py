@@ -418,6 +418,7 @@ def test_an_autocast_of_the_caller_has_no_effect_on_steps(amp):
         ({"ema": math.nan}, "ema=nan is not from 0 to 1"),
         ({"amp": ["bf16"]}, r"amp=\['bf16'\] is not known"),
         ({"virtual_ranks": True}, "virtual_ranks=True is not a whole number"),
+        ({"virtual_ranks": 10**30}, "is more than 65536"),
         ({"virtual_ranks": 2, "seed": 1.5}, "seed=1.5 is not a whole number"),
         ({"compress": "int8"}, "compress='int8' is not known"),
         ({"compress": ["fp16"]}, r"compress=\['fp16'\] is not known"),
