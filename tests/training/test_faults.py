@@ -49,8 +49,8 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "threads", lambda backend: 1)
 
 
-def train(folder: Path, epochs: int, *more: str) -> dict[str, Any]:
-    return train_alone(*FLAGS, "--epochs", str(epochs), "--run-dir", str(folder), *more)
+def train(folder: Path, epochs: int, *flags: str) -> dict[str, Any]:
+    return train_alone(*FLAGS, "--epochs", str(epochs), "--run-dir", str(folder), *flags)
 
 
 def best_of(folder: Path) -> tuple[int | None, int | None]:
@@ -64,7 +64,7 @@ def test_a_resume_writes_the_best_files_that_a_killed_run_did_not_write(tmp_path
     whole = train(tmp_path / "whole", epochs)
     if epochs == 2:
         train(tmp_path / "run", 1)
-    more = ("--resume",) if epochs == 2 else ()
+    flags = ("--resume",) if epochs == 2 else ()
 
     def killed(*args: Any) -> None:
         raise KilledError
@@ -74,9 +74,9 @@ def test_a_resume_writes_the_best_files_that_a_killed_run_did_not_write(tmp_path
         patch.setattr("threading.excepthook", lambda args: None)
         patch.setattr(loop.Run, "_conclude", killed)
         with pytest.raises(KilledError):
-            train(tmp_path / "run", epochs, *more)
+            train(tmp_path / "run", epochs, *flags)
     step = whole["best"]["step"]
-    assert step == 2 * epochs  # the last evaluation is the best, and the run was killed before it wrote the files
+    assert step == 2 * epochs  # the last evaluation is the best, and the run was killed before it had written both files
     assert best_of(tmp_path / "run") != (step, step)
     resumed = train(tmp_path / "run", epochs, "--resume")
     assert resumed["best"] == whole["best"]
@@ -141,17 +141,17 @@ def test_a_best_checkpoint_that_cannot_be_read_now_is_not_given_up(unreadable_be
     assert checkpoint.find_step([folder], 6) is None
 
 
-@pytest.mark.parametrize("last", [4, 6])
+@pytest.mark.parametrize("last_step", [4, 6])
 @pytest.mark.parametrize("resume", ["--resume", "--resume=auto"])
-def test_a_run_resumes_although_a_best_checkpoint_that_it_does_not_need_cannot_be_read(unreadable_best, resume, last):
-    if last == 4:
+def test_a_run_resumes_although_a_best_checkpoint_that_it_does_not_need_cannot_be_read(unreadable_best, resume, last_step):
+    if last_step == 4:
         (unreadable_best / "checkpoints" / "step-00000006.safetensors").unlink()
     train(unreadable_best, 4, resume)
     assert step_of(unreadable_best / "model-best.safetensors") == 8
 
 
 def interrupted_resume(folder: Path, path: Path) -> None:
-    """Resume, and stop before the first step."""
+    """Resume, and raise KeyboardInterrupt before the first step."""
 
     def interrupt(run: loop.Run, signals: Any) -> None:
         with run.records:
@@ -490,10 +490,10 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-def forged(good: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def forged(good_tree: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the name and the forged tree of each case."""
     for name, change in CHANGES.items():
-        tree = copy_containers(good)
+        tree = copy_containers(good_tree)
         change(tree)
         yield name, tree
     yield "list", [1]

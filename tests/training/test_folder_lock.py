@@ -29,8 +29,8 @@ LIMIT = 60.0
 COMMAND = ("-m", "dualtrain.main", "--backend", "local", *FLAGS)
 
 
-def train(folder: Path, *more: str) -> dict[str, Any]:
-    return train_alone(*FLAGS, "--run-dir", str(folder), *more)
+def train(folder: Path, *flags: str) -> dict[str, Any]:
+    return train_alone(*FLAGS, "--run-dir", str(folder), *flags)
 
 
 @contextmanager
@@ -147,7 +147,7 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path):
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
-def test_without_flock_a_process_keeps_its_folder_by_renewing_its_generation_file(tmp_path, monkeypatch, caplog, number):
+def test_without_flock_a_start_waits_for_a_renewal_if_the_first_process_has_not_left(tmp_path, monkeypatch, caplog, number):
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(number, os.strerror(number))
 

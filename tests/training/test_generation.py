@@ -32,8 +32,8 @@ from tests.training.starts import LIMIT, ROUNDS, STARTS, renew
 FLAGS = ("--epochs", "1", "--global-batch-size", "720", "--threads", "1", "--workers", "0", "--log-every", "1")
 
 
-def train(folder: Path, *more: str) -> dict[str, Any]:
-    return train_alone(*FLAGS, "--run-dir", str(folder), *more)
+def train(folder: Path, *flags: str) -> dict[str, Any]:
+    return train_alone(*FLAGS, "--run-dir", str(folder), *flags)
 
 
 def locked(folder: Path) -> FolderLock:
@@ -283,7 +283,7 @@ def test_temporary_files_of_another_process_are_not_removed(tmp_path):
     assert temporary.exists()
 
 
-#: Program that prints each change of a run's file, and whether the thread has checked the generation before this change.
+#: Program that prints each change of a run's file, and whether the thread has checked the generation since its last change.
 WATCHED = """
 import os, sys, threading
 from dualtrain.main import main
@@ -297,10 +297,10 @@ def check(lock):
     last.checked = is_mine(lock)
     return last.checked
 
-def note(event, given):
-    if event not in changes or event == "open" and not given[2] & (os.O_CREAT | os.O_TRUNC):
+def note(event, arguments):
+    if event not in changes or event == "open" and not arguments[2] & (os.O_CREAT | os.O_TRUNC):
         return
-    path = str(given[changes[event]])
+    path = str(arguments[changes[event]])
     name = os.path.basename(path)
     # Ignore temporary files, which only one process uses, and the generation's file, which says who owns the folder.
     if path.startswith(sys.argv[-1] + "/") and not name.endswith(".tmp") and not name.startswith("generation-"):
@@ -316,7 +316,7 @@ sys.exit(main())
 @pytest.mark.parametrize("case", ["begins", "resumes", "resumes from a file", "diverges"])
 def test_each_change_of_a_file_follows_a_check_of_the_generation(tmp_path, case):
     folder = tmp_path / "run"
-    more, status = ("--resume", "auto", "--keep", "1", "--checkpoint-every", "1", "--run-dir", str(folder)), 0
+    flags, status = ("--resume", "auto", "--keep", "1", "--checkpoint-every", "1", "--run-dir", str(folder)), 0
     expected = {"checkpoints", "config.json", "task.json", "metrics.jsonl", "attempts.jsonl", ".progress"}
     if case in ("resumes", "resumes from a file"):
         train(folder, "--checkpoint-every", "1", "--epochs", "2")
@@ -326,15 +326,15 @@ def test_each_change_of_a_file_follows_a_check_of_the_generation(tmp_path, case)
         expected |= {"metrics.jsonl.aside", "do-not-restart.json"}
     if case == "resumes from a file":
         first = checkpoint.path_of(folder / "checkpoints", 2)
-        more = ("--resume", str(first), "--epochs", "3", *more[2:])
+        flags = ("--resume", str(first), "--epochs", "3", *flags[2:])
         expected |= {"summary.json.aside", "model-best.safetensors.aside", "step-00000003.safetensors.aside"}
     elif case == "resumes":
         (folder / "model-best.safetensors").unlink()
-        more = ("--epochs", "3", *more)
+        flags = ("--epochs", "3", *flags)
     elif case == "diverges":
-        more, status = ("--lr", "1e30", *more), 1
+        flags, status = ("--lr", "1e30", *flags), 1
         expected.add("do-not-restart.json")
-    end = run(("-c", WATCHED, *FLAGS, *more), tmp_path / "output")
+    end = run(("-c", WATCHED, *FLAGS, *flags), tmp_path / "output")
     assert end.returncode == status, end
     assert "without a check" not in end.stdout, end.stdout
     changed = {line.split()[1] for line in end.stdout.splitlines() if line.startswith("changed ")}

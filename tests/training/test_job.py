@@ -27,15 +27,15 @@ def new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(start, "_runs", type(start._runs)())
 
 
-def train(job: str, epochs: int, *more: str, new: bool = True) -> dict[str, Any]:
-    """Train as a new process of ``job``, or, if ``new`` is false, as the same process as in the last call."""
-    if new:
+def train(job: str, epochs: int, *flags: str, in_new_process: bool = True) -> dict[str, Any]:
+    """Train as a new process of ``job``, or, without ``in_new_process``, as the process of the last call."""
+    if in_new_process:
         start._runs.clear()
     with connect("local", world=World(job=job)) as backend:
-        return loop.train(parse([*FLAGS, "--epochs", str(epochs), *more]), backend)
+        return loop.train(parse([*FLAGS, "--epochs", str(epochs), *flags]), backend)
 
 
-def interrupted(job: str, epochs: int, steps: int, *more: str) -> None:
+def interrupted(job: str, epochs: int, steps: int, *flags: str) -> None:
     """Train, and interrupt the run after ``steps`` steps of this start."""
     step, done = loop.Run._step, 0
 
@@ -50,7 +50,7 @@ def interrupted(job: str, epochs: int, steps: int, *more: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.Run, "_step", count)
         with pytest.raises(KeyboardInterrupt):
-            train(job, epochs, *more)
+            train(job, epochs, *flags)
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -117,16 +117,16 @@ def test_without_run_dir_the_folder_has_the_jobs_name(tmp_path, monkeypatch, cap
     train("two", 1)
     # The second run of a process gets the name one.2, so that it is not a restart of the first run.
     interrupted("one", 3, 1)
-    train("one", 1, "--seed", "1", new=False)
+    train("one", 1, "--seed", "1", in_new_process=False)
     assert sorted(os.listdir("runs")) == [f"digits-convnet-{name}" for name in ("one", "one.2", "two")]
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_a_restarted_job_prefers_checkpoints_of_its_run_to_the_file_that_resume_names(tmp_path, capsys, own):
+@pytest.mark.parametrize("same_folder", [True, False])
+def test_a_restarted_job_prefers_checkpoints_of_its_run_to_the_file_that_resume_names(tmp_path, capsys, same_folder):
     earlier = tmp_path / "earlier"
     train("", 3, "--run-dir", str(earlier))
     file = checkpoint.path_of(earlier / "checkpoints", 2)
-    folder = earlier if own else tmp_path / "run"
+    folder = earlier if same_folder else tmp_path / "run"
     flags = "--run-dir", str(folder), "--resume", str(file)
 
     def interrupt(run: loop.Run, found: start.Start) -> None:
@@ -140,10 +140,10 @@ def test_a_restarted_job_prefers_checkpoints_of_its_run_to_the_file_that_resume_
     capsys.readouterr()
     interrupted("one", 3, 2, *flags)  # resumes from the file again: the folder has no newer checkpoint
     said = capsys.readouterr().out
-    assert ("restart of job one: resuming from step 2" in said) == own
+    assert ("restart of job one: resuming from step 2" in said) == same_folder
     interrupted("one", 3, 1, *flags)
     assert first_line(capsys).startswith("restart of job one: resuming from step 4, since ")
-    if not own:
+    if not same_folder:
         for path in checkpoint.found(folder / "checkpoints"):
             path.write_bytes(b"damaged")
         shutil.rmtree(earlier)

@@ -44,8 +44,8 @@ def one_thread_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "threads", lambda backend: 1)
 
 
-def train(folder: Path, *more: str) -> dict[str, Any]:
-    return train_alone("--global-batch-size", "720", "--run-dir", str(folder), *more)
+def train(folder: Path, *flags: str) -> dict[str, Any]:
+    return train_alone("--global-batch-size", "720", "--run-dir", str(folder), *flags)
 
 
 def recorded(folder: Path, name: str) -> list[Any]:
@@ -120,14 +120,17 @@ PLAIN = {**parse([]).plain(), "pieces": None}
 MISSING = object()
 
 
-def refused(folder: Path, given: dict[str, Any], written: dict[str, Any]) -> str:
-    """Return the error if a run's settings ``given`` do not fit a checkpoint with the settings ``written``, else ""."""
-    config = {name: value for name, value in {**PLAIN, **written}.items() if value is not MISSING}
+def refused(folder: Path, run_settings: dict[str, Any], checkpoint_settings: dict[str, Any]) -> str:
+    """Return the error of a run that resumes from a checkpoint; "" if there is none.
+
+    Both have the settings ``PLAIN`` with the given changes. The value ``MISSING`` removes a setting from the checkpoint.
+    """
+    config = {name: value for name, value in {**PLAIN, **checkpoint_settings}.items() if value is not MISSING}
     tree = {"format": checkpoint.FORMAT, "trainer": {}, "cursor": {}, "data": {"samples": 1, "classes": 1}}
     path = folder / "step-00000001.safetensors"
     checkpoint.write(path, {**tree, "config": config, "global_batch": 64})
     try:
-        read_checkpoint(parse(["--resume", str(path)]).output, {**PLAIN, **given})
+        read_checkpoint(parse(["--resume", str(path)]).output, {**PLAIN, **run_settings})
     except UserError as refusal:
         return str(refusal)
     return ""

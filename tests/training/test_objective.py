@@ -211,7 +211,7 @@ class OfTokens(nn.Module):
 
 
 def over_sequences(backend, loss, kind, virtual_ranks):
-    """Train two steps, the second after a resume; return the weights, the losses of the steps and of an evaluation."""
+    """Train two steps, the second after a resume; return the weights, the losses of the steps and the last evaluation."""
     batches, losses, state = sequences(kind), [], None
     mine = batches[backend.rank :: backend.size]
     for _ in range(2):
@@ -319,7 +319,7 @@ def test_a_loss_of_torch_is_recognized_after_torch_compile():
     weighted = partial(functional.cross_entropy, weight=WEIGHTS, ignore_index=2)
     outputs, classes = torch.randn(4, 6, 5, generator=torch.Generator().manual_seed(1)), torch.arange(20).view(4, 5) % 6
     classes[0] = -100
-    for made, loss, targets in (
+    for compiled_loss, loss, targets in (
         (compiled(nn.CrossEntropyLoss()), nn.CrossEntropyLoss(), classes),
         (compiled(nn.CrossEntropyLoss(WEIGHTS, ignore_index=2)), weighted, classes.clamp(0)),
         (compiled(functional.cross_entropy), functional.cross_entropy, classes),
@@ -327,16 +327,16 @@ def test_a_loss_of_torch_is_recognized_after_torch_compile():
         (partial(compiled(functional.cross_entropy), **weighted.keywords), weighted, classes.clamp(0)),
         (compiled(functional.mse_loss), functional.mse_loss, outputs.clone().zero_()),
     ):
-        found = as_objective(made)(outputs, targets)[1]
+        found = as_objective(compiled_loss)(outputs, targets)[1]
         assert found == pytest.approx(as_objective(loss)(outputs, targets)[1])
         assert found[1] != len(targets)
     for loss in (nn.MSELoss(reduction="sum"), partial(functional.mse_loss, reduction="sum")):
         with pytest.raises(ValueError, match="the loss has reduction='sum'"):
             as_objective(compiled(loss))
-    made = {}
+    namespace = {}
     # The globals of a function that exec has made may lack __name__; sympy.lambdify makes such functions.
-    exec("def loss(outputs, targets): return (outputs - targets).mean()", made)
-    assert as_objective(made["loss"]).loss is made["loss"]
+    exec("def loss(outputs, targets): return (outputs - targets).mean()", namespace)
+    assert as_objective(namespace["loss"]).loss is namespace["loss"]
 
 
 class WithoutInit(nn.Module):
@@ -418,8 +418,8 @@ def test_a_dict_of_targets_has_as_many_samples_as_its_tensors():
         torch.testing.assert_close(found, whole)
 
 
-@pytest.mark.parametrize("chosen", [("measure",), ("loss", "forward")])
-def test_a_batch_in_which_nothing_counts_has_no_effect_if_no_output_tensor_is_known(chosen):
+@pytest.mark.parametrize("names", [("measure",), ("loss", "forward")])
+def test_a_batch_in_which_nothing_counts_has_no_effect_if_no_output_tensor_is_known(names):
     """With ``measure``, the trainer gets no outputs. The ``forward`` below returns an object of an unknown class."""
     models = [nn.Linear(7, 6), nn.Linear(7, 6)]
     models[1].load_state_dict(models[0].state_dict())
@@ -434,7 +434,7 @@ def test_a_batch_in_which_nothing_counts_has_no_effect_if_no_output_tensor_is_kn
                 "forward": lambda x, model=model: SimpleNamespace(logits=model(x)),
             }
             optimizer = torch.optim.SGD(model.parameters(), 0.5)
-            trainer = Trainer(model, optimizer, backend=backend, **{name: options[name] for name in chosen})
+            trainer = Trainer(model, optimizer, backend=backend, **{name: options[name] for name in names})
             trainer.step(parts[:1], 4.0)  # nothing counts in the whole step
             trainer.step(batches, 24.0)
             trainer.close()

@@ -84,10 +84,10 @@ def frozen() -> nn.Module:
         ((50, 8, 1), {}),
         ((49, 8, 2), {"model": Norm(images=True)}),
         ((49, 8, 2), {"model": frozen()}),
-        ((49, 8, 2), {"model": nn.Linear(3, 3)}),  # fails with two samples too
+        ((49, 8, 2), {"model": nn.Linear(3, 3)}),  # fails with two samples too, so the size of the pass is not the reason
     ],
 )
-def test_a_run_that_can_be_trained_is_not_refused(case, options):
+def test_a_run_that_does_not_fail_because_of_a_pass_of_one_sample_is_not_refused(case, options):
     check(*case, **options)
 
 

@@ -69,7 +69,7 @@ def test_a_run_is_named_after_what_it_trains(dataset, model, name):
     assert run_name("digits-convnet", dataset, model) == name
 
 
-#: Facts of a run in which every setting has an effect.
+#: Facts of a run in which most settings have an effect.
 FACTS = RunFacts(
     steps=100,
     steps_of_epochs=100,
@@ -87,9 +87,9 @@ FACTS = RunFacts(
 )
 
 
-def notes(*flags: str, **other) -> list[str]:
+def notes(*flags: str, **facts) -> list[str]:
     settings = parse(flags).plain()
-    return without_effect(settings, replace(FACTS, **{"classes": settings["classes"] or 10, **other}))
+    return without_effect(settings, replace(FACTS, **{"classes": settings["classes"] or 10, **facts}))
 
 
 @pytest.mark.parametrize("recipe", recipe_names())

@@ -276,18 +276,18 @@ class Pairs(Dataset):
         return torch.full((4,), self.draw()), number % 3
 
 
-def constant(start, samples=8):
+def source(first_value, samples=8):
     inputs = torch.zeros(samples, 4)
-    inputs[:1] = start
+    inputs[:1] = first_value
     return TensorSource(inputs, torch.arange(samples) % 3)
 
 
 #: Functions that return the data of a run's first start (argument 0) or second start (argument 1).
 KINDS = {
-    "same": lambda start: Task(constant(0), constant(0), (4,), 3),  # the data do not change
-    "stored": lambda start: Task(constant(start), constant(0), (4,), 3),  # a training sample changes
-    "validation": lambda start: Task(constant(0), constant(start), (4,), 3),  # a validation sample changes
-    "size": lambda start: Task(constant(0), constant(0, 8 + start), (4,), 3),  # a validation sample is added
+    "same": lambda start: Task(source(0), source(0), (4,), 3),  # the data do not change
+    "stored": lambda start: Task(source(start), source(0), (4,), 3),  # a training sample changes
+    "validation": lambda start: Task(source(0), source(start), (4,), 3),  # a validation sample changes
+    "size": lambda start: Task(source(0), source(0, 8 + start), (4,), 3),  # a validation sample is added
     "computed": lambda start: (Pairs(lambda: float(start)), Pairs(lambda: 0.0)),  # the code of the dataset changes
     # each read of a sample gives a different value
     "random": lambda start: (Pairs(random.SystemRandom().random), Pairs(random.SystemRandom().random)),
