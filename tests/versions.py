@@ -1,8 +1,9 @@
 """Table of tests/versions.sh: one row for each version of torch, made from the files that the script has written.
 
-``python versions.py FOLDER VERSION…`` prints the table, then each version's failures and reasons for skipped tests. The
-exit status is 1 if a version failed. For each version, FOLDER has ``facts-VERSION`` (versions of installed packages),
-``results-VERSION.xml`` (pytest's results, in JUnit's format) and ``run-VERSION/summary.json`` (of the training job).
+``python versions.py FOLDER VERSION…`` prints the table, then each version's failures and reasons for skipped tests, and
+whether the jobs ended with the same weights. The exit status is 1 if a version failed. For each version, FOLDER has
+``facts-VERSION`` (versions of installed packages), ``results-VERSION.xml`` (pytest's results, in JUnit's format) and
+``run-VERSION/summary.json`` (of the training job).
 """
 
 from __future__ import annotations

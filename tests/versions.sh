@@ -125,7 +125,8 @@ hash_inputs() {
 
 finished() { [ "$(cat "$(environment "$1")/versions.done" 2>/dev/null)" = "$wanted" ]; }
 
-# check_index: refuses a version that the index lacks for this Python, unless the version's environment is finished.
+# check_index: refuses a version that the index lacks for this Python, or an index that does not answer. Ignores versions whose
+# environments are finished.
 check_index() {
   local version missing=() known='' broken='' folder=$work/index
   for version in "${versions[@]}"; do finished "$version" || missing+=("$version"); done
@@ -148,6 +149,7 @@ check_index() {
 
 # install VERSION FOLDER: installs torch's CPU build, from the index in pip's settings or else from PyTorch's index. If neither has
 # it, installs the default build. pip chooses the matching torchvision, because each torchvision requires one version of torch.
+# Then installs the other requirements.
 install() {
   local pip=("$2/bin/python" -m pip install --no-cache-dir) needed
   grep -vE '^(torch|torchvision)==' "$root/launch/versions.txt" >"$2/constraints.txt"

@@ -86,7 +86,10 @@ def flags(case: str, paths: dict[str, str], run: Path) -> list[str]:
 def train(
     backend, arguments: list[str], stop_after: int | None = None, signum: int = signal.SIGTERM
 ) -> dict[str, Any] | str:
-    """Train; return the summary, or the message of the error if a signal on the last rank ended the run."""
+    """Train; in step ``stop_after``, if given, send ``signum`` to the last rank.
+
+    Return the summary, or the message of the error if the signal ended the run.
+    """
     step = loop.Run._step
 
     def step_and_stop(run: loop.Run) -> list[float]:
@@ -174,7 +177,10 @@ def test_a_run_resumes_at_another_world_size(processes, paths, tmp_path):
 
 @contextmanager
 def handling_hangups(handler: int) -> Iterator[None]:
-    """Set SIGHUP's handler inside the block, because pytest ignores the signal if it was started under nohup."""
+    """Set SIGHUP's handler at the start of the block; at its end, assert that SIGHUP has this handler again.
+
+    Otherwise the handler would depend on how pytest was started: under nohup, it ignores the signal.
+    """
     earlier = signal.signal(signal.SIGHUP, handler)
     try:
         yield

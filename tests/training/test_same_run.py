@@ -189,9 +189,10 @@ def task_of(train: Any, val: Any = None, **options: Any) -> Task:
     return Task(train, val or numbered(4), **{"shape": (1,), "classes": 3, **options})
 
 
-def numbered(samples: int, **changed: float) -> TensorSource:
+def numbered(samples: int, **values: float) -> TensorSource:
+    """Return samples with the inputs 0, 1, 2 and so on; ``n99=5`` gives sample 99 the input 5."""
     inputs = torch.arange(float(samples))[:, None]
-    for number, value in changed.items():
+    for number, value in values.items():
         inputs[int(number[1:])] = value
     return TensorSource(inputs, torch.arange(samples) % 3)
 
@@ -201,14 +202,14 @@ class Pairs:
 
     num_classes = 3
 
-    def __init__(self, draw: Any = float, broken: int | None = None, offset: float = 0.0) -> None:
-        self.draw, self.broken, self.offset = draw, broken, offset
+    def __init__(self, draw: Any = float, broken_sample: int | None = None, offset: float = 0.0) -> None:
+        self.draw, self.broken_sample, self.offset = draw, broken_sample, offset
 
     def __len__(self) -> int:
         return 20
 
     def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
-        if number == self.broken:
+        if number == self.broken_sample:
             raise RuntimeError(f"sample {number} is broken")
         return torch.tensor([number + self.draw() + self.offset]), number % 3
 
@@ -281,11 +282,11 @@ DATA = {
     "own, equal": (lambda rank: wrap(Pairs(), Pairs()), ""),
     "own, other": (lambda rank: wrap(Pairs(offset=rank), Pairs()), "checksum of training sample 0 is '"),
     "own, broken on a rank": (
-        lambda rank: wrap(Pairs(broken=19 if rank else None), Pairs()),
+        lambda rank: wrap(Pairs(broken_sample=19 if rank else None), Pairs()),
         "on rank 0 and 'unreadable (sample 19 of the dataset failed: RuntimeError: sample 19 is broken, in test_same_run",
     ),
     "own, broken on all": (
-        lambda rank: wrap(Pairs(broken=19), Pairs()),
+        lambda rank: wrap(Pairs(broken_sample=19), Pairs()),
         "",  # the run raises the error if it reaches that sample
     ),
     "streamed, equal": (lambda rank: task_of(Streamed(0)), ""),

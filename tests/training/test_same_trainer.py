@@ -49,14 +49,14 @@ class Loss:
 
 
 class Penalty(nn.Module):
-    """A loss that refers to the model and has a parameter of its own, ``own``.
+    """A loss that refers to the model and has a parameter of its own, ``strength``.
 
-    ``own`` must be equal on all ranks; the model's weights may differ.
+    ``strength`` must be equal on all ranks; the model's weights may differ.
     """
 
-    def __init__(self, model: nn.Module, own: float) -> None:
+    def __init__(self, model: nn.Module, strength: float) -> None:
         super().__init__()
-        self.model, self.own = model, nn.Parameter(torch.tensor([own]))
+        self.model, self.strength = model, nn.Parameter(torch.tensor([strength]))
 
 
 def capturing(smoothing: float, **others: Any) -> Any:
@@ -81,7 +81,7 @@ def groups(model: nn.Sequential, decay: float, *, swapped: bool = False) -> SGD:
     return SGD([{"params": first}, {"params": second, "weight_decay": decay}], 0.1)
 
 
-def stepped(optimizer: torch.optim.Optimizer, value: float) -> torch.optim.Optimizer:
+def with_state(optimizer: torch.optim.Optimizer, value: float) -> torch.optim.Optimizer:
     """Add state to ``optimizer``, as loading a checkpoint does, and return it."""
     for parameter in optimizer.param_groups[0]["params"]:
         optimizer.state[parameter]["exp_avg"] = torch.full_like(parameter, value)
@@ -89,6 +89,7 @@ def stepped(optimizer: torch.optim.Optimizer, value: float) -> torch.optim.Optim
 
 
 def given(model: nn.Module | None = None, optimizer: Any = None, schedule: Any = None, **options: Any) -> dict[str, Any]:
+    """Return a trainer's arguments. ``optimizer(model)`` and ``schedule(optimizer)`` make two of them."""
     model = model or net()
     optimizer = optimizer(model) if optimizer else SGD(model.parameters(), 0.1)
     return {"model": model, "optimizer": optimizer, "schedule": schedule and schedule(optimizer), **options}
@@ -128,11 +129,11 @@ CASES: dict[str, tuple[Any, str]] = {
         "parameter 0 of optimizer.param_groups[0] is '0.weight' on rank 0 and '2.weight' on rank 1",
     ),
     "state of the optimizer": (
-        lambda r: given(optimizer=lambda m: stepped(SGD(m.parameters(), 0.1), r)),
+        lambda r: given(optimizer=lambda m: with_state(SGD(m.parameters(), 0.1), r)),
         "optimizer.state of 0.weight is {'exp_avg': float32 (4, 3) ",
     ),
     "state on one rank": (
-        lambda r: given(optimizer=lambda m: stepped(Adam(m.parameters()), 0) if r else Adam(m.parameters())),
+        lambda r: given(optimizer=lambda m: with_state(Adam(m.parameters()), 0) if r else Adam(m.parameters())),
         "optimizer.state of 0.weight is missing on rank 0 and {'exp_avg': ",
     ),
     "clip_norm": (lambda r: given(clip_norm=[None, 1.0][r]), "clip_norm is not set on rank 0 and 1.0 on rank 1"),
@@ -207,7 +208,7 @@ CASES: dict[str, tuple[Any, str]] = {
         "loss.self.margin is 0.0 on rank 0 and 0.25 on rank 1; give",
     ),
     "a loss with weights": (lambda r: penalised(0.5), ""),
-    "a loss with other weights": (lambda r: penalised(float(r)), "loss.own is float32 (1,) "),
+    "a loss with other weights": (lambda r: penalised(float(r)), "loss.strength is float32 (1,) "),
     "schedule": (
         lambda r: given(schedule=lambda o: lr_scheduler.StepLR(o, 3 + r)),
         "schedule.step_size is 3 on rank 0 and 4 on rank 1",
@@ -232,9 +233,9 @@ CASES: dict[str, tuple[Any, str]] = {
 }
 
 
-def penalised(own: float) -> dict[str, Any]:
+def penalised(strength: float) -> dict[str, Any]:
     model = net()
-    return given(model, loss=Penalty(model, own))
+    return given(model, loss=Penalty(model, strength))
 
 
 def make(backend, arguments: dict[str, Any]) -> str:
@@ -278,7 +279,7 @@ def test_the_arguments_of_a_trainer_are_compared_between_ranks():
 
 def test_optimizer_states_of_parameters_outside_of_the_model_are_compared():
     others = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    found = same_run._optimizer(stepped(SGD(others, 0.1), 1.0), net())
+    found = same_run._optimizer(with_state(SGD(others, 0.1), 1.0), net())
     assert len([name for name in found if name.startswith("optimizer.state of ")]) == 2
 
 
@@ -315,7 +316,7 @@ def test_descriptions_of_objects_contain_no_addresses_and_sort_sets(value, text)
     assert describe(value) == text
 
 
-def test_describing_a_recursive_object_terminates():
+def test_describing_an_object_terminates_if_it_is_recursive_and_calls_none_of_its_methods():
     loop: list[Any] = []
     loop.append(loop)
     assert len(describe(loop)) < 100

@@ -46,13 +46,16 @@ def test_a_save_is_due_after_the_interval_and_the_time_of_saves_is_summed(monkey
 
 
 def saved_steps(backend, folder: str, due: list[bool], flags: list[str]) -> dict[str, Any]:
-    """Train with a fixed value of ``SaveClock.due``: ``due[0]`` on rank 0, and ``due[1]`` on the other ranks."""
+    """Train with a fixed value of ``SaveClock.due``: ``due[0]`` on rank 0, and ``due[1]`` on the other ranks.
+
+    The checkpoint writer never seems busy; while it is busy, saves by time are skipped.
+    """
     saved: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SaveClock, "due", due[min(backend.rank, 1)])
         save = loop.Run._save
         patch.setattr(Writer, "busy", property(lambda writer: False))
-        patch.setattr(loop.Run, "_save", lambda run, **more: (saved.append(run.cursor.step), save(run, **more)))
+        patch.setattr(loop.Run, "_save", lambda run, **options: (saved.append(run.cursor.step), save(run, **options)))
         summary = loop.train(parse([*FLAGS, *flags, "--run-dir", folder]), backend)
     return {"saved": saved, "weights": summary["weights_sha256"], "costs": summary["checkpoints"]}
 

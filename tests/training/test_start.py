@@ -35,13 +35,13 @@ def train(backend, *arguments: str) -> dict[str, Any]:
     return loop.train(parse([*FLAGS, *arguments]), backend)
 
 
-def train_alone(folder: Path, epochs: int, *more: str) -> dict[str, Any]:
+def train_alone(folder: Path, epochs: int, *flags: str) -> dict[str, Any]:
     with connect("local") as backend:
-        return train(backend, "--epochs", str(epochs), "--run-dir", str(folder), *more)
+        return train(backend, "--epochs", str(epochs), "--run-dir", str(folder), *flags)
 
 
-def train_or_resume(folder: Path, epochs: int, *more: str) -> dict[str, Any]:
-    return train_alone(folder, epochs, "--resume", "auto", *more)
+def train_or_resume(folder: Path, epochs: int, *flags: str) -> dict[str, Any]:
+    return train_alone(folder, epochs, "--resume", "auto", *flags)
 
 
 def first_line(capsys: pytest.CaptureFixture[str]) -> str:
@@ -209,16 +209,16 @@ def test_a_checkpoint_beyond_the_last_step_of_this_run_is_refused(tmp_path):
         train_or_resume(tmp_path, 1)
 
 
-@pytest.mark.parametrize("gone", ["", "checkpoints"])
-def test_resume_auto_with_other_settings_is_refused_and_changes_no_file(tmp_path, gone):
+@pytest.mark.parametrize("removed_folder", ["", "checkpoints"])
+def test_resume_auto_with_other_settings_is_refused_and_changes_no_file(tmp_path, removed_folder):
     train_alone(tmp_path, 1)
-    if gone:
-        shutil.rmtree(tmp_path / gone)
+    if removed_folder:
+        shutil.rmtree(tmp_path / removed_folder)
     before = {path: path.read_bytes() for path in files_of(tmp_path)}
     with pytest.raises(UserError, match="--seed 0, and this run has --seed 1: give --seed 0, or another --run-dir"):
         train_or_resume(tmp_path, 1, "--seed", "1")
-    with pytest.raises(UserError, match="--global-batch-size 720" if not gone else "holds"):
-        train_or_resume(tmp_path, 1, "--global-batch-size", "360", *(("--optimizer", "adam") if gone else ()))
+    with pytest.raises(UserError, match="--global-batch-size 720" if not removed_folder else "holds"):
+        train_or_resume(tmp_path, 1, "--global-batch-size", "360", *(("--optimizer", "adam") if removed_folder else ()))
     assert {path: path.read_bytes() for path in files_of(tmp_path)} == before
 
 

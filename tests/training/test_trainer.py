@@ -53,7 +53,10 @@ def part_of(backend, tensors, uneven: bool = True):
 def train_in_one_process(
     model: nn.Module, optimizer, steps: int, change=lambda model: None, loss=functional.cross_entropy
 ) -> nn.Module:
-    """Train ``model`` in one process with all samples in each step, and return it."""
+    """Train ``model`` in one process with all samples in each step, and return it.
+
+    Call ``change(model)`` before each optimizer step, for example to clip the gradients.
+    """
     inputs, targets = data()
     for _ in range(steps):
         optimizer.zero_grad()
@@ -346,7 +349,7 @@ def test_a_loss_that_returns_neither_a_mean_nor_a_pair_is_refused():
     for returned in ((torch.ones(()),), (torch.ones(()), [1.0, 2.0]), (torch.ones(()), 0.5)):
         with connect("local") as backend:
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
-            trainer = Trainer(model, optimizer, lambda *_, given=returned: given, backend=backend)
+            trainer = Trainer(model, optimizer, lambda *_, result=returned: result, backend=backend)
             with pytest.raises(TypeError, match="return the mean loss, or this pair"):
                 trainer.step([data(4)], 4.0)
 
@@ -613,13 +616,13 @@ def adversaries(backend, virtual_ranks: int | None) -> list[torch.Tensor]:
     second = Trainer(
         maker,
         torch.optim.SGD(maker.parameters(), 0.5),
-        lambda made, _: -functional.softmax(critic(made), 1)[:, 0].mean(),
+        lambda outputs, _: -functional.softmax(critic(outputs), 1)[:, 0].mean(),
         **options,
     )
     for _ in range(3):
         with torch.no_grad():
-            made = maker(data(8)[0]), data(8)[1]
-        for trainer, whole in ((first, made), (second, data(8))):
+            generated = maker(data(8)[0]), data(8)[1]
+        for trainer, whole in ((first, generated), (second, data(8))):
             if virtual_ranks:
                 trainer.step(trainer.split(whole), 8.0)
             else:  # rank 0 has one backward pass, and every other rank has two
@@ -787,7 +790,7 @@ def test_deprecated_names_of_0_1_0_work_with_a_warning():
         assert old_names(backend) == [1.0, 0.0, 0.0]
 
 
-def test_a_batch_that_is_not_a_pair_is_refused():
+def test_a_batch_that_is_not_a_pair_is_refused_and_an_evaluation_keeps_the_models_mode():
     model = net()
     with connect("local") as backend:
         trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
@@ -1087,8 +1090,8 @@ class WithoutTruth:
     def __len__(self) -> int:
         raise TypeError("no length")
 
-    def __call__(self, *given):
-        return self.function(*given)
+    def __call__(self, *arguments):
+        return self.function(*arguments)
 
 
 def test_forward_and_measure_may_be_objects_without_a_truth_value():

@@ -229,19 +229,19 @@ def test_a_subclass_can_save_and_resume_state_of_its_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("saved", "loaded", "words"),
+    ("saved_kind", "loaded_kind", "words"),
     [
         (torch.optim.SGD, torch.optim.Adam, "has no usable value of betas"),
         (torch.optim.Adam, torch.optim.SGD, "has no usable value of momentum"),
         (torch.optim.Adam, torch.optim.Adamax, "exp_inf is missing"),
     ],
 )
-def test_the_state_of_a_different_optimizer_is_refused(saved, loaded, words, tmp_path):
+def test_the_state_of_a_different_optimizer_is_refused(saved_kind, loaded_kind, words, tmp_path):
     with connect("local") as backend:
-        for kind in (saved, loaded):
+        for kind in (saved_kind, loaded_kind):
             model = net()
             trainer = Trainer(model, kind(model.parameters(), 0.1), backend=backend)
-            if kind is saved:
+            if kind is saved_kind:
                 trainer.step([batch()], 6.0)
                 trainer.save(tmp_path / "state")
         with pytest.raises(UserError, match=f"does not fit this model and optimizer .*{words}"):
@@ -282,15 +282,15 @@ def test_averaged_weights_start_from_the_weights_of_a_state_without_an_average(t
         assert torch.equal(trainer.evaluated.weight, model.weight)  # the first update of an average copies the weights
 
 
-@pytest.mark.parametrize("saved", [True, False])
-def test_resume_refuses_a_schedule_in_only_the_state_or_only_the_trainer(saved, tmp_path):
+@pytest.mark.parametrize("state_has_schedule", [True, False])
+def test_resume_refuses_a_schedule_in_only_the_state_or_only_the_trainer(state_has_schedule, tmp_path):
     with connect("local") as backend:
-        for scheduled in (saved, not saved):
+        for scheduled in (state_has_schedule, not state_has_schedule):
             model = net()
             optimizer = torch.optim.SGD(model.parameters(), 0.5)
             schedule = lr_scheduler.StepLR(optimizer, 2) if scheduled else None
             trainer = Trainer(model, optimizer, backend=backend, schedule=schedule)
-            if scheduled == saved:
+            if scheduled == state_has_schedule:
                 trainer.step([batch()], 6)
                 trainer.save(tmp_path / "state")
                 continue
@@ -677,7 +677,7 @@ class Normed(nn.Sequential):
 
 
 def statistics_without_samples(backend, folder: str) -> None:
-    """Train on every rank but the last, which never has a sample."""
+    """Train with samples on every rank except the last; check the mean of the running statistics, also after a resume."""
     last = backend.rank == backend.size - 1
     trainer = Normed.trainer(backend)
     norm = trainer.model[1]
@@ -820,14 +820,14 @@ def test_an_evaluation_of_averaged_weights_does_not_call_train_of_the_trained_mo
     assert not modes
 
 
-@pytest.mark.parametrize("given", ["loss", "objective", "forward"])
-def test_all_modules_of_an_evaluation_are_in_evaluation_mode(given):
+@pytest.mark.parametrize("role", ["loss", "objective", "forward"])
+def test_all_modules_of_an_evaluation_are_in_evaluation_mode(role):
     model, noisy = net(), Noisy()
-    around = nn.Sequential(noisy, model) if given == "forward" else None
+    around = nn.Sequential(noisy, model) if role == "forward" else None
     with connect("local") as backend:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        trainer = Trainer(model, optimizer, noisy if given == "loss" else None, forward=around, backend=backend)
-        found = trainer.evaluate([batch()], noisy if given == "objective" else None)["val_loss"]
+        trainer = Trainer(model, optimizer, noisy if role == "loss" else None, forward=around, backend=backend)
+        found = trainer.evaluate([batch()], noisy if role == "objective" else None)["val_loss"]
     model.eval()
     assert found == pytest.approx(nn.functional.cross_entropy(model(batch()[0]), batch()[1]).item())
     assert noisy.training

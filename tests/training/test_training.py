@@ -249,13 +249,13 @@ def test_the_restored_rate_has_the_bits_of_an_uninterrupted_run(schedule):
     arguments = ("--schedule", schedule, "--warmup-steps", "3", "--lr-step", "7", "--lr-milestones", "5,11", "--lr", "0.3")
     section = parse([*arguments, "--lr-power", "1.7", "--lr-min", "0.01", "--global-batch-size", "8"]).schedule
 
-    def made() -> tuple[torch.optim.Optimizer, Any]:
+    def make() -> tuple[torch.optim.Optimizer, Any]:
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.3)
         return optimizer, make_schedule(section, optimizer, 0.3, 20)
 
-    optimizer, whole = made()
+    optimizer, whole = make()
     for step in range(20):
-        resumed, other = made()
+        resumed, other = make()
         resumed.load_state_dict(optimizer.state_dict())
         other.load_state_dict(whole.state_dict())
         restore_rates(other)

@@ -117,23 +117,23 @@ def draws_alone():
 @worlds(("torch", 2), ("horovod", 3), ("shm", 3), ("torch", 4))
 def test_random_numbers_depend_on_the_step_and_the_shard_only(real, draws_alone):
     found, between = draws_alone
-    together = real(draws)
-    assert {key: value for mine, _ in together for key, value in mine.items()} == found
+    results = real(draws)
+    assert {key: value for mine, _ in results for key, value in mine.items()} == found
     for each in range(3):  # torch, numpy, Python
         assert len({value[each] for value in found.values()}) == 9
         assert len({value[each] for value in between}) == 6
-    assert [mine for _, mine in together] == [between] * real.size
+    assert [mine for _, mine in results] == [between] * real.size
 
 
-@pytest.mark.parametrize("last", ["step", "evaluation", "draw"])
-def test_numbers_drawn_after_a_restore_are_those_drawn_after_the_save(last):
+@pytest.mark.parametrize("last_call", ["step", "evaluation", "draw"])
+def test_numbers_drawn_after_a_restore_are_those_drawn_after_the_save(last_call):
     case = CASES["drawing"]
     with connect("local") as backend:
         trainer, restored = trainer_of(backend, case), trainer_of(backend, case)
         step(trainer, case, 0)
-        if last == "evaluation":
+        if last_call == "evaluation":
             evaluate(trainer, case)
-        if last == "draw":
+        if last_call == "draw":
             drawn()
         state = copy.deepcopy(trainer.state_dict())
         expected = drawn()
@@ -263,8 +263,8 @@ def test_buffers_that_cannot_be_combined_over_shards_are_refused_by_name(name, m
 
 
 # With 100 shards, a counter may change by 409 at most: 100 × 409² is below 2**24, up to which float32 has all integers.
-@pytest.mark.parametrize(("different", "message"), [(409, ""), (408, "unequal amounts"), (410, "by 409 at most")])
-def test_a_counter_that_one_of_100_shards_changes_by_another_amount_is_refused(different, message):
+@pytest.mark.parametrize(("other_amount", "message"), [(409, ""), (408, "unequal amounts"), (410, "by 409 at most")])
+def test_a_counter_that_one_of_100_shards_changes_by_another_amount_is_refused(other_amount, message):
     model = nn.Linear(1, 1)
     model.register_buffer("samples", torch.tensor(7))
     buffers = CommonBuffers(model, 100)
@@ -273,7 +273,7 @@ def test_a_counter_that_one_of_100_shards_changes_by_another_amount_is_refused(d
     with pytest.raises(ValueError, match=message) if message else nullcontext():
         for shard in range(100):
             buffers.restore()
-            model.samples += different if shard == 57 else 409
+            model.samples += other_amount if shard == 57 else 409
             total += buffers.numbers(shard, 1)
         buffers.become_mean(total.double())
     if not message:
@@ -451,18 +451,18 @@ def test_a_trainer_can_be_evaluated_in_a_step_of_another_one():
         assert math.isfinite(one.step([batches(), batches()], 24.0).loss)
 
 
-def adversaries(backend, *, together: bool) -> str:
+def adversaries(backend, *, joint_model: bool) -> str:
     """Train a critic that has BatchNorm, and a generator whose loss calls the critic; return the hash of both.
 
-    With ``together``, the critic is also a part of the model of the generator's trainer.
+    With ``joint_model``, the critic is also a part of the model of the generator's trainer.
     """
     critic, generator = nn.Sequential(nn.BatchNorm1d(4), seeded(nn.Linear(4, 3))), seeded(nn.Linear(4, 4), 1)
     both, options = nn.ModuleList([generator, critic]), {"backend": backend, "virtual_ranks": 3}
     one = Trainer(critic, torch.optim.SGD(critic.parameters(), 0.1), **options)
     optimizer = torch.optim.SGD(generator.parameters(), 0.1)
     other = Trainer(
-        *(both if together else generator, optimizer),
-        lambda made, targets: nn.functional.cross_entropy(critic(made), targets) * -1.0,
+        *(both if joint_model else generator, optimizer),
+        lambda outputs, targets: nn.functional.cross_entropy(critic(outputs), targets) * -1.0,
         forward=generator,
         **options,
     )
@@ -475,10 +475,10 @@ def adversaries(backend, *, together: bool) -> str:
 
 def test_a_step_that_changes_buffers_of_another_trainer_causes_a_warning(caplog):
     warn_once.cache_clear()
-    hashes = [run_threads(size, partial(adversaries, together=True)) for size in (1, 2, 3)]
+    hashes = [run_threads(size, partial(adversaries, joint_model=True)) for size in (1, 2, 3)]
     assert len({each for ranks in hashes for each in ranks}) == 1
     assert not caplog.messages
-    run_threads(2, partial(adversaries, together=False))
+    run_threads(2, partial(adversaries, joint_model=False))
     (line,) = caplog.messages
     assert "step changes buffer '0.running_mean' of another trainer's model, so the result depends on the number of" in line
 

@@ -80,7 +80,7 @@ def train(backend, flags, stop_after=None):
 
 
 def result(folder):
-    """Return the metrics, the summary and the hash of the last checkpoint of a run; leave out times and paths."""
+    """Return a run's metrics without times, a part of its summary, and the hash of the trainer in its last checkpoint."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
     records = [{k: v for k, v in line.items() if k not in ("samples_per_second", "time")} for line in lines]
@@ -145,7 +145,7 @@ def test_a_resume_with_another_number_of_virtual_ranks_is_refused(texts, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("more", "message"),
+    ("flags", "message"),
     [
         (
             ["--compress", "fp16"],
@@ -156,9 +156,9 @@ def test_a_resume_with_another_number_of_virtual_ranks_is_refused(texts, tmp_pat
         (["--sync-batchnorm"], "with --virtual-ranks 4 needs one rank for each virtual rank, and this job has 1: start 4"),
     ],
 )
-def test_settings_that_depend_on_the_world_size_are_refused_with_virtual_ranks(more, message, tmp_path):
+def test_settings_that_depend_on_the_world_size_are_refused_with_virtual_ranks(flags, message, tmp_path):
     with pytest.raises(UserError, match=message):
-        train_alone(["--virtual-ranks", "4", "--batch-size", "100", "--run-dir", str(tmp_path / "run"), *more])
+        train_alone(["--virtual-ranks", "4", "--batch-size", "100", "--run-dir", str(tmp_path / "run"), *flags])
     assert not (tmp_path / "run").exists()
 
 

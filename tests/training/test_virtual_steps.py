@@ -47,16 +47,16 @@ class Failing(nn.Module):
         return out
 
 
-def tried(backend, bad, value, error):
-    """Take a step, fail once in each shard of ``bad``, then take another step; return the hash of all state."""
+def tried(backend, bad_shards, value, error):
+    """Take a step, fail once in each of ``bad_shards``, then take another step; return the hash of all state."""
     model = seeded(Failing())
     with small_buckets((1 << 3, 1 << 4)):
         trainer = trainer_with(model, backend)
         trainer.step(trainer.split(samples()), 12.0)
         before = digest(trainer)
-        for at in bad:
+        for shard in bad_shards:
             inputs, targets = samples()
-            inputs[3 * at, 0] = value
+            inputs[3 * shard, 0] = value
             with pytest.raises(type(error), match=str(error)):
                 trainer.step(trainer.split((inputs, targets)), 12.0)
             assert digest(trainer) == before
@@ -73,11 +73,11 @@ def test_a_step_whose_forward_raised_can_be_repeated():
             assert tried(backend, [shard, shard], 99, error) == undisturbed
 
 
-def drawn_after_failures(backend, bad: int) -> list[float]:
-    """Return random numbers that are drawn after each of two steps that fail in shard ``bad``, and after a good step."""
+def drawn_after_failures(backend, bad_shard: int) -> list[float]:
+    """Return random numbers that are drawn after each of two steps that fail in ``bad_shard``, and after a good step."""
     trainer = trainer_with(nn.Sequential(nn.Dropout(), perceptron()), backend)
     inputs, targets = samples()
-    inputs[3 * bad] = math.nan
+    inputs[3 * bad_shard] = math.nan
     drawn = []
     for _ in range(2):
         with pytest.raises(DivergedError):
@@ -97,11 +97,11 @@ def test_numbers_drawn_after_a_failed_step_do_not_depend_on_the_shard():
         assert drawn_after_failures(backend, 3) == first
 
 
-def drawn_after_a_failed_evaluation(backend, bad: int) -> float:
-    """Return a random number that is drawn after an evaluation that has failed in shard ``bad``."""
+def drawn_after_a_failed_evaluation(backend, bad_shard: int) -> float:
+    """Return a random number that is drawn after an evaluation that has failed in ``bad_shard``."""
     trainer = trainer_with(seeded(Failing()), backend)
     inputs, targets = samples()
-    inputs[3 * bad] = 99
+    inputs[3 * bad_shard] = 99
     with pytest.raises(RuntimeError, match="this sample is bad"):
         trainer.evaluate(trainer.split((inputs, targets)))
     trainer.close()
@@ -325,13 +325,13 @@ def test_synchronized_statistics_need_a_rank_for_each_shard():
 # -- saved and resumed ------------------------------------------------------------------------------------------------
 
 
-def continued(backend, path, first, steps):
-    """Resume from ``path`` unless ``first`` is 0, take the steps, save to ``path``; return the hash of all state."""
+def continued(backend, path, first_step, steps):
+    """Resume from ``path`` unless ``first_step`` is 0, take ``steps`` steps, save to ``path``; return the state's hash."""
     case = CASES["narrow"]
     trainer = trainer_of(backend, case)
-    if first:
+    if first_step:
         trainer.resume(path)
-    for number in range(first, first + steps):
+    for number in range(first_step, first_step + steps):
         step(trainer, case, number)
     trainer.save(path)
     trainer.close()

@@ -109,7 +109,7 @@ class Branches(nn.Module):
 
 
 class Drawing(nn.Module):
-    """Model whose forward draws random numbers from torch, numpy and Python, and stores them in a buffer."""
+    """Model whose forward, in training, draws random numbers from torch, numpy and Python, and stores them in a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,10 @@ def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def passes(shard: Any, accumulate: int) -> Any:
-    """Split a shard into ``accumulate`` batches, one per backward pass, or fewer if the shard has fewer samples."""
+    """Split a shard into ``accumulate`` batches, one per backward pass, or fewer if the shard has fewer samples.
+
+    Return ``None`` for an empty shard, which is ``None``.
+    """
     if shard is None:
         return None
     count = min(accumulate, len(shard[1]))
@@ -230,11 +233,11 @@ def hash_of(*values: Any) -> str:
     return found.hexdigest()
 
 
-def digest(trainer: Trainer, *more: Any) -> str:
-    """Hash the parameters and buffers of a trainer, the states of its optimizer, GradScaler and EMA, and ``more``."""
+def digest(trainer: Trainer, *values: Any) -> str:
+    """Hash the parameters and buffers of a trainer, the states of its optimizer, GradScaler and EMA, and ``values``."""
     state = trainer.state_dict()
     kept = {name: state[name] for name in ("optimizer", "scaler", "ema")}
-    return hash_of(dict(trainer.model.named_parameters()), dict(trainer.model.named_buffers()), kept, more)
+    return hash_of(dict(trainer.model.named_parameters()), dict(trainer.model.named_buffers()), kept, values)
 
 
 def trained(backend: Any, names: tuple[str, ...]) -> dict[str, str]:
