@@ -20,7 +20,7 @@ THREADS = [("threads", 2), ("threads", 3)]
 REAL = [(name, size) for name in ("torch", "horovod") for size in (2, 3, 4)]
 SHARED = [("shm", size) for size in (2, 3)]  # torch, with reductions through shared memory
 WORLDS = LOCAL + THREADS + REAL + SHARED
-# SPREAD and TYPICAL have one size per kind of world; the fixture `real` has all sizes on both libraries.
+# SPREAD and TYPICAL have one size per kind of world; the fixture `real` has all sizes on torch and on Horovod.
 SPREAD = [*LOCAL, ("threads", 3), ("torch", 3), ("horovod", 2), ("shm", 2)]
 TYPICAL = [*LOCAL, ("threads", 3), ("torch", 2), ("horovod", 2), ("shm", 3)]
 Cases = list[tuple[Any, ...]]
@@ -33,7 +33,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Distribute whole files to the processes of pytest-xdist."""
+    """With ``--dist loadgroup``, distribute the tests to the processes of pytest-xdist in whole files or groups."""
     from tests.distribution import ByFile
 
     return ByFile(config, log) if config.option.dist == "loadgroup" else None
@@ -110,7 +110,7 @@ class Spmd:
 
 
 def require_horovod() -> None:
-    """Skip the test if Horovod is missing; fail it in CI."""
+    """Skip the test if Horovod is missing; in CI, fail it instead."""
     if importlib.util.find_spec("horovod") is None:
         (pytest.fail if os.environ.get("CI") else pytest.skip)("needs Horovod: bash launch/setup.sh")
 
@@ -170,7 +170,7 @@ def many(request: pytest.FixtureRequest) -> Spmd:
 
 @pytest.fixture(**_worlds([("torch", 3), ("horovod", 2)]))
 def processes(request: pytest.FixtureRequest) -> Spmd:
-    """A world of processes on each library, for tests that take seconds."""
+    """A world of processes on torch, and one on Horovod, for tests that take seconds."""
     return _spmd(request)
 
 
@@ -182,7 +182,7 @@ def shared(request: pytest.FixtureRequest) -> Spmd:
 
 @pytest.fixture(**_worlds(REAL))
 def real(request: pytest.FixtureRequest) -> Spmd:
-    """Worlds of processes of all sizes, on both libraries."""
+    """Worlds of processes of all sizes, on torch and on Horovod."""
     return _spmd(request)
 
 
@@ -235,7 +235,7 @@ def _launcher_variables() -> dict[str, str]:
 
 @pytest.fixture(autouse=True)
 def no_environment_leaks() -> Iterator[None]:
-    """Fail a test that leaves launcher variables changed, because the next test would read them."""
+    """Fail a test that leaves launcher variables changed, and restore them, because the next test would read them."""
     before = _launcher_variables()
     yield
     after = _launcher_variables()

@@ -25,9 +25,9 @@ class ByFile(LoadGroupScheduling):
 
 
 def send_fewer_messages(config: pytest.Config) -> None:
-    """Suppress messages that do not affect the output: test starts, and short set-ups and teardowns that passed.
+    """Suppress messages that do not affect the output.
 
-    With ``-v``, all messages are sent.
+    These are test starts, and short set-ups and teardowns that passed without output. With ``-v``, all messages are sent.
     """
     (worker,) = (each for each in config.pluginmanager.get_plugins() if type(each).__name__ == "WorkerInteractor")
     send = worker.sendevent

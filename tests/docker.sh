@@ -40,8 +40,8 @@ read -ra build_args <<<"${DOCKER_BUILD_ARGS:-}"
 compose() { $COMPOSE -p "$project" -f docker/compose.yaml "$@"; }
 
 leftovers() {
-  local of=label=com.docker.compose.project=$project
-  docker ps -aq --filter "$of"; docker network ls -q --filter "$of"; docker volume ls -q --filter "$of"
+  local filter=label=com.docker.compose.project=$project
+  docker ps -aq --filter "$filter"; docker network ls -q --filter "$filter"; docker volume ls -q --filter "$filter"
 }
 
 clean_up() {
@@ -66,7 +66,7 @@ in_container() { docker exec "$container" "$@"; }
 service() { compose run --rm -T "$@"; }
 
 # trained RANKS: checks that $out has one run of each backend, and that these two runs have RANKS ranks, an accuracy of 0.97
-# or more and equal weights. Prints one row per run.
+# or more and equal weights (with 2 ranks, those of WEIGHTS, if it is set). Prints one row per run.
 trained() {
   local table
   table=$(tr -d '\r' <"$out" | grep -oE '(horovod|torch) \([a-z]+\) .* [0-9a-f]{16} *$' | awk '{print $1, $(NF-5), $(NF-4), $NF}')

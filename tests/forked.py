@@ -111,7 +111,7 @@ class Forked:
             self.kill()
 
     def kill(self) -> None:
-        """Kill the process and the other processes of its group."""
+        """Kill the process and the other processes of its group; wait up to 10 s for the end of the process."""
         self.send_signal(signal.SIGKILL)
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -119,7 +119,7 @@ class Forked:
 
 
 def run(command: Sequence[str | Path], folder: Path, seconds: float = 120, **settings: Any) -> Completed:
-    """Run a program until it ends."""
+    """Run a program until it ends. Raises AssertionError after ``seconds``."""
     return Forked(command, folder, **settings).wait_and_kill(seconds)
 
 
@@ -144,11 +144,11 @@ def run_ranks(
             rank.kill()
 
 
-def rank_variables(size: int, **more: str) -> list[dict[str, str]]:
-    """Return the launcher variables of each rank of a world of ``size`` on loopback."""
+def rank_variables(size: int, **variables: str) -> list[dict[str, str]]:
+    """Return the launcher variables of each rank of a world of ``size`` on loopback, with ``variables`` added."""
     from tests.pool import free_port
 
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size), **more}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(size), **variables}
     return [{"RANK": str(rank), **shared} for rank in range(size)]
 
 

@@ -48,7 +48,7 @@ def lines(steps: int = 40) -> list[dict[str, Any]]:
 
 
 def make(folder: Path, summary: dict[str, Any] | None = SUMMARY, *, metrics: str | None = None, **config: Any) -> str:
-    """Make a run's folder."""
+    """Make the folder of a run; return its path. A run whose ``summary`` is None has not finished."""
     folder.mkdir(parents=True)
     written = "".join(json.dumps(line) + "\n" for line in lines())
     (folder / "metrics.jsonl").write_text(written if metrics is None else metrics)
@@ -59,7 +59,7 @@ def make(folder: Path, summary: dict[str, Any] | None = SUMMARY, *, metrics: str
 
 
 class Page(html.parser.HTMLParser):
-    """Parser of a page's tags, attributes, text and script."""
+    """Parser of a page's tags, attributes, text, style and script."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ def test_a_page_can_be_made_without_runs_or_of_a_run_that_has_not_begun(tmp_path
     (tmp_path / "new").mkdir()
     shown = Page(page(read_runs([str(tmp_path / "new"), make(tmp_path / "run")], require_metrics=False)))
     assert "new has not logged its first steps" in shown.text
-    # With ``require_metrics=True``, a folder without metrics needs this file.
+    # With ``require_metrics=True`` (the default), a folder without metrics is a run only if it has this file.
     (tmp_path / "new" / "config.json").write_text("{}")
     shown = Page(page(read_runs([str(tmp_path / "new"), str(tmp_path / "run")])))
     assert "new has not logged its first steps" in shown.text

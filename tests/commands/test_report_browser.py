@@ -1,4 +1,4 @@
-"""The report's page in a real browser: axes, values under the pointer, and the legend's switches. Needs Chromium."""
+"""The report's page in a real browser: axes, values under the pointer, arrow keys, the legend. Needs Chromium."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def visit(text: str, folder: Path, width: int) -> tuple[dict[str, Any], str]:
     return json.loads(html.unescape(found[1])), console
 
 
-def test_the_charts_respond_to_the_pointer_and_the_legend(tmp_path):
+def test_the_charts_respond_to_the_pointer_the_arrow_keys_and_the_legend(tmp_path):
     runs = [make(tmp_path / name) for name in ("run-a", "a-run-of-a-very-long-name-" * 4)]
     metrics = Path(runs[1]) / "metrics.jsonl"
     metrics.write_text(metrics.read_text() + '{"kind": "step", "step": 400, "loss": 70.0}\n')

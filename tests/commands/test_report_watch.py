@@ -87,7 +87,7 @@ def test_the_server_still_answers_after_clients_that_send_no_request_or_read_no_
     assert capfd.readouterr().err == ""
 
 
-def test_a_run_whose_files_are_removed_is_shown_as_not_begun(tmp_path):
+def test_a_run_whose_metrics_are_removed_is_shown_as_not_begun(tmp_path):
     folder = Path(make(tmp_path / "run"))
     with serving(str(folder)) as server:
         (folder / "metrics.jsonl").unlink()

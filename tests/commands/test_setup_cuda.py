@@ -95,11 +95,11 @@ def test_cuda_12_needs_a_toolkit(version, complete, part, setup):
     assert part in line
 
 
-def test_each_folder_that_may_hold_a_toolkit_is_searched(setup):
+def test_cuda_path_is_searched_if_the_toolkit_of_cuda_home_does_not_fit(setup):
     setup.torch("2.6.0+cu1277", "12.77")
     toolkit = setup.toolkit("12.77")
     setup.horovod("PyTorch", "MPI", "Gloo", "NCCL")
-    # The first folder does not fit, and its name begins with the name of the folder that fits.
+    # The first folder's name begins with the name of the folder that fits, which must not be skipped as already searched.
     other = toolkit.with_name("toolkit-12.4")
     (other / "bin").mkdir(parents=True)
     (other / "bin" / "nvcc").symlink_to("/bin/true")

@@ -77,7 +77,7 @@ Start = Callable[..., Job]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Return a function that starts programs; check at the end of the test that all of their ranks have ended."""
+    """Return a function that starts programs; kill them after the test, and check that all of their ranks have ended."""
     jobs: list[Job] = []
 
     def start(
@@ -323,7 +323,7 @@ def test_after_a_signal_during_the_start_no_more_ranks_are_started(monkeypatch):
         ([TRY_AGAIN, NOT_SAVED, NOT_SAVED], 2, 1),
     ],
 )
-def test_a_job_is_restarted_unless_a_restart_would_fail_again(monkeypatch, caplog, statuses, restarts, status):
+def test_restarts_are_limited_and_omitted_if_a_restart_would_fail_again(monkeypatch, caplog, statuses, restarts, status):
     """Simulate a job of one rank, which exits with the next of ``statuses`` at each start."""
     left, arguments = list(statuses), []
     monkeypatch.setattr("dualtrain.spawn.FIRST_WAIT_SECONDS", 0.01)
@@ -341,8 +341,8 @@ def test_a_job_is_restarted_unless_a_restart_would_fail_again(monkeypatch, caplo
     wait, lines = 0.0, []
     for number, code in enumerate(statuses[:-1], 1):
         wait = (2 * wait or 0.01) if code in TRANSIENT else 0.0
-        status, when = TRANSIENT.get(code, code), f" in {wait:g} s" if wait else ""
-        lines.append(f"the job has ended with status {status}: restart {number} of {restarts}{when}")
+        ended, when = TRANSIENT.get(code, code), f" in {wait:g} s" if wait else ""
+        lines.append(f"the job has ended with status {ended}: restart {number} of {restarts}{when}")
     assert said == lines
 
 

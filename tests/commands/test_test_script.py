@@ -15,6 +15,7 @@ from tests.commands.setups import SECONDS, Runs, until
 from tests.pool import ROOT
 
 # Fake of all programs of the environment. It prints its name and arguments, and runs the shell code that a test has set.
+# `python -c`, with which test.sh looks for pyspark and Ray, only fails.
 PROGRAM = """#!/bin/bash
 here={folder}
 name=${{0##*/}}
@@ -25,7 +26,8 @@ esac
 echo "$name $*"
 if [ -e "$here/$name" ]; then . "$here/$name"; fi
 """
-BESIDE = 'touch "$here/{own}-began"; until [ -e "$here/{other}-began" ]; do sleep 0.02; done; echo "{own} ends"'
+# Shell code of the program `name`: it ends only if the program `other` runs at the same time.
+CONCURRENT = 'touch "$here/{name}-began"; until [ -e "$here/{other}-began" ]; do sleep 0.02; done; echo "{name} ends"'
 
 
 class Script(Runs):
@@ -83,7 +85,7 @@ def first_words(lines: list[str]) -> list[str]:
     ids=["default", "all"],
 )
 def test_mypy_runs_during_the_tests_and_its_output_follows_their_output(arguments, tests, last, script):
-    script.set(mypy=BESIDE.format(own="mypy", other="pytest"), pytest=BESIDE.format(own="pytest", other="mypy"))
+    script.set(mypy=CONCURRENT.format(name="mypy", other="pytest"), pytest=CONCURRENT.format(name="pytest", other="mypy"))
     status, lines = script.run(*arguments)
     assert status == 0, lines
     assert first_words(lines) == ["python", "ruff", "ruff", *tests, "mypy", "mypy", *last]
@@ -105,7 +107,7 @@ def test_the_default_command_runs_only_the_smoke_test_of_tests_launch(script):
     ],
     ids=["types", "tests", "both"],
 )
-def test_a_failure_sets_the_exit_status_and_mypy_failures_are_reported_last(failed, status, arguments, script):
+def test_a_failure_sets_the_exit_status_and_mypy_failures_are_reported_after_the_tests(failed, status, arguments, script):
     script.set(**failed)
     ended, lines = script.run(*arguments)
     assert ended == status

@@ -20,8 +20,8 @@ from dualtrain.user_code import call_user_code, user_code
 from tests.threads import run_threads
 
 
-class Own(nn.Module):
-    """Model whose second layer does not fit the first."""
+class UnfitLayers(nn.Module):
+    """Model whose second linear layer does not fit the first."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class Own(nn.Module):
         return self.body(inputs)  # the user's line
 
 
-class LateFailure(Own):
+class LateFailure(UnfitLayers):
     """Model that fails in training, but not in the evaluation of one sample before the run begins."""
 
     def __init__(self):
@@ -66,14 +66,14 @@ class LateMemoryShortage(LateFailure):
 class Data:
     num_classes = 10
 
-    def __init__(self, bad):
-        self.bad = bad
+    def __init__(self, bad_number):
+        self.bad_number = bad_number
 
     def __len__(self):
         return 20
 
     def __getitem__(self, number):
-        if number == self.bad:
+        if number == self.bad_number:
             self.fail()
         return torch.zeros(1, 8, 8), number % 10
 
@@ -110,7 +110,7 @@ def overflowing_build():
     ("flags", "status", "line"),
     [
         (
-            ["--model", "Own"],
+            ["--model", "UnfitLayers"],
             2,
             r"--model \S+ and --dataset digits do not fit: a sample of shape \(1, 8, 8\) raises RuntimeError: .*mat1 "
             r"and mat2 shapes cannot be multiplied .*, in layer body\.2 \(Linear\), in test_user_code\.py:\d+; change .*",
@@ -138,8 +138,8 @@ def test_the_traceback_has_only_frames_of_user_code(tmp_path, monkeypatch, capsy
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
     kind, name, *more = flags
-    given = [kind, f"{__name__}:{name}", *more, "--run-dir", str(tmp_path / "run"), "--max-steps", "1", "--threads", "1"]
-    assert command.main(given) == status
+    argv = [kind, f"{__name__}:{name}", *more, "--run-dir", str(tmp_path / "run"), "--max-steps", "1", "--threads", "1"]
+    assert command.main(argv) == status
     *trace, last = capsys.readouterr().err.splitlines()
     # A UserError that is raised after the run has begun forbids a restart.
     final = "do not restart: " if status == 2 and ("later" in name or "Late" in name) else ""
@@ -181,11 +181,11 @@ def test_a_failing_loss_raises_the_users_error_at_the_users_line(way, virtual):
 )
 def test_a_loss_that_is_not_a_scalar_tensor_is_refused(returned, got):
     pair = returned, [1.0, 4.0, -1.0, -1.0]
-    for given, role in ((returned, ""), (pair, " as the mean loss")):
+    for loss, role in ((returned, ""), (pair, " as the mean loss")):
         model = nn.Linear(3, 2)
         with connect("local") as backend:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-            trainer = Trainer(model, optimizer, lambda outputs, targets, given=given: given, backend=backend)
+            trainer = Trainer(model, optimizer, lambda outputs, targets, loss=loss: loss, backend=backend)
             with pytest.raises(TypeError, match=f"the loss returned {got}{role}: return the mean over the samples"):
                 trainer.fit([(torch.zeros(4, 3), torch.zeros(4))])
 

@@ -22,9 +22,9 @@ from tests.forked import ROOT, has_ended
 
 INDEX = "torch (2.15.0)\nAvailable versions: 2.15.0, 2.6.0, 2.5.1"
 
-# Fake interpreter: `-m venv` copies it to bin/python; for pip, pytest and torchrun it runs the test's file of that name.
-# The query of package versions prints fixed values. All other calls go to Python. If such a call's first argument begins
-# with "-", Python runs it only once: later calls with the same arguments print the saved output.
+# Fake interpreter: `-m venv` copies it to bin/python and bin/torchrun. For pip, pytest and torchrun, it runs the test's
+# file of that name. The query of package versions prints fixed values. All other calls go to Python. If such a call's first
+# argument begins with "-", Python runs it only once: later calls with the same arguments print the saved output.
 PYTHON = """#!/bin/bash
 here={folder}
 {once}
@@ -190,7 +190,7 @@ def test_an_interpreter_that_does_not_run_is_refused_in_one_line(versions):
     assert "does not run; install Python 3.11 or newer" in errors
 
 
-def test_the_tests_run_on_a_copy_of_all_tracked_files(versions):
+def test_the_tests_run_on_a_copy_of_the_tracked_files_and_folders_of_the_root(versions):
     if not (ROOT / ".git").exists():
         pytest.skip("needs a git checkout")
     tracked = subprocess.run(["git", "-C", ROOT, "ls-files"], check=True, capture_output=True, text=True).stdout.split()
@@ -210,7 +210,7 @@ def test_the_tests_run_on_a_copy_of_all_tracked_files(versions):
     ],
     ids=["a failed test", "no tests", "a crash", "a failed job"],
 )
-def test_a_version_whose_tests_fail_is_named_and_the_status_is_1(versions, script, result):
+def test_a_version_whose_tests_or_job_fail_is_named_and_the_status_is_1(versions, script, result):
     versions.set(**script)
     status, output, errors = versions.run("2.6.0")
     assert (status, errors) == (1, "")
@@ -233,7 +233,7 @@ def test_sigterm_ends_the_current_step_and_removes_the_files(versions):
 
 
 def test_a_second_run_in_the_same_folder_is_refused(versions):
-    # The fake flock removes the lock file once. An earlier run may do this at its end, after this run has opened the file.
+    # The fake flock removes the lock file once. An earlier run can do this at its end, after this run has opened the file.
     ended, real = versions.folder / "ended", shutil.which("flock")
     flock = f'#!/bin/bash\n[ -e {ended} ] || {{ touch {ended}; rm "{versions.into}/lock"; }}\nexec {real} "$@"'
     versions.set(pytest='echo $$ >"$here/pid"; exec sleep 600', flock=flock)

@@ -91,9 +91,9 @@ def test_truncated_files_of_cifar_are_refused(tmp_path):
     first, second = (tmp_path / "cifar-10-batches-bin" / f"data_batch_{number}.bin" for number in (1, 2))
     whole = first.read_bytes()
     # Numbers of bytes to cut off from the first and the second file. Their sum is the size of one or more whole images.
-    for of_first, of_second in ((1000, 2073), (len(whole), 0)):
-        first.write_bytes(whole[: len(whole) - of_first])
-        second.write_bytes(whole[: len(whole) - of_second])
+    for first_cut, second_cut in ((1000, 2073), (len(whole), 0)):
+        first.write_bytes(whole[: len(whole) - first_cut])
+        second.write_bytes(whole[: len(whole) - second_cut])
         with pytest.raises(UserError, match=r"data_batch_1\.bin' is damaged: delete .*cifar-10-batches-bin' and unpack"):
             load_data("cifar10", str(tmp_path))
 

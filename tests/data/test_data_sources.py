@@ -58,13 +58,13 @@ def write_mnist(folder, samples=40):
         write_idx(raw / f"{part}-labels-idx1-ubyte", torch.arange(samples, dtype=torch.uint8) % 10)
 
 
-def write_cifar(folder, each=6):
+def write_cifar(folder, samples=6):
     where = folder / "cifar-10-batches-bin"
     where.mkdir()
-    rows = numpy.random.default_rng(0).integers(0, 256, (6 * each, 3073), dtype=numpy.uint8)
+    rows = numpy.random.default_rng(0).integers(0, 256, (6 * samples, 3073), dtype=numpy.uint8)
     rows[:, 0] %= 10
     for number, name in enumerate([*(f"data_batch_{n}" for n in range(1, 6)), "test_batch"]):
-        rows[number * each : (number + 1) * each].tofile(where / f"{name}.bin")
+        rows[number * samples : (number + 1) * samples].tofile(where / f"{name}.bin")
     return rows
 
 
@@ -239,7 +239,7 @@ def test_normalized_channels_have_mean_0_and_deviation_1():
 # ------------------------------------------------------------------------------------------------ image files
 
 
-def test_worker_processes_deliver_the_same_batches_as_the_main_process(tree):
+def test_worker_processes_deliver_the_same_samples_as_the_main_process(tree):
     alone, with_workers = (load_data("imagefolder", str(tree), image_size=24, workers=workers) for workers in (0, 2))
     assert alone.shape == (3, 24, 24)
     assert alone.classes == 2
