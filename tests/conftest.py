@@ -67,7 +67,10 @@ def pytest_collection_finish() -> None:
 
 
 class Spmd:
-    """Callable: ``spmd(fn, *args)`` runs ``fn(backend, *args)`` on all ranks; ``fn`` must be at the top of a module."""
+    """Callable: ``spmd(fn, *args)`` runs ``fn(backend, *args)`` on all ranks, and returns the values in rank order.
+
+    ``fn`` must be at the top of a module.
+    """
 
     def __init__(self, name: str, size: int, pool: Pool | None) -> None:
         self.name = name

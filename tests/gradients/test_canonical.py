@@ -63,8 +63,8 @@ def test_canonical_sums_of_threads_equal_the_tree_sum_over_the_ranks_bitwise(siz
         assert found == expected(size)
 
 
-def sharded(backend, shards, dtype, before=1.0):
-    """Return a step's gradients, divided by ``before``, and its extra scalar.
+def sharded(backend, shards, dtype, factor=1.0):
+    """Return a step's gradients, multiplied by ``factor`` before the sum and divided by it after, and its extra scalar.
 
     Only shard 1 uses the parameter ``rare``, and no shard uses the parameter ``never``.
     """
@@ -73,7 +73,7 @@ def sharded(backend, shards, dtype, before=1.0):
     model.register_parameter("never", nn.Parameter(torch.ones(2, dtype=dtype)))
     order = sum_order(shards, backend.size)
     inner = torch.optim.SGD(model.parameters(), lr=0.0)
-    options = {"sum_order": order, "unused": "none", "extra": 1, "transfer": Transfer(before=before)}
+    options = {"sum_order": order, "unused": "none", "extra": 1, "transfer": Transfer(before=factor)}
     optimizer = DistributedOptimizer(inner, model.named_parameters(), backend=backend, **options)
     optimizer.reducer.begin_shards()
     mine = order.ranges[backend.rank]
@@ -88,7 +88,7 @@ def sharded(backend, shards, dtype, before=1.0):
     optimizer.step()
     optimizer.close()
     grads = {name: p.grad for name, p in model.named_parameters()}
-    found = {name: None if grad is None else (grad / before).float().numpy().tobytes() for name, grad in grads.items()}
+    found = {name: None if grad is None else (grad / factor).float().numpy().tobytes() for name, grad in grads.items()}
     return found, optimizer.extra.item()
 
 
@@ -203,7 +203,7 @@ def test_a_bucket_layout_that_one_rank_changes_causes_an_error_on_all_ranks():
 
 
 def idle_rank_differs(backend, change):
-    """Make rank 4, which has no shard, differ from the others after one step: the next step must fail on every rank."""
+    """Make rank 4, which has no shard, differ in or after the second step: the third step must fail on every rank."""
     model = perceptron()
     model[0].bias.requires_grad_(False)
     optimizer, mine = with_four_shards(model, backend)

@@ -19,16 +19,16 @@ def loss_of(result, rank):
     return (result * torch.linspace(1, 2, result.numel()).reshape(result.shape) * (rank + 1)).square().sum()
 
 
-def check(backend, call, alone, rows=lambda r: 4):
-    """Compare ``call`` on the ranks with ``alone`` in one process: the results, and first and second derivatives."""
+def check(backend, call, reference, rows=lambda r: 4):
+    """Compare ``call`` on the ranks with ``reference`` in one process: the results, and first and second derivatives."""
     size, me = backend.size, backend.rank
     leaves = [x.requires_grad_() for x in inputs(size, rows)]
-    total = sum(loss_of(result, r) for r, result in enumerate(alone(leaves)))
+    total = sum(loss_of(result, r) for r, result in enumerate(reference(leaves)))
     expected = torch.autograd.grad(total, leaves, create_graph=True, materialize_grads=True)
     sum(grad.square().sum() for grad in expected).backward()
     mine = inputs(size, rows)[me].requires_grad_()
     result = call(mine)
-    torch.testing.assert_close(result.detach(), alone(leaves)[me].detach())
+    torch.testing.assert_close(result.detach(), reference(leaves)[me].detach())
     (grad,) = torch.autograd.grad(loss_of(result, me), mine, create_graph=True)
     torch.testing.assert_close(grad.detach(), expected[me].detach())
     grad.square().sum().backward()
@@ -124,11 +124,11 @@ def inputs_of_some_ranks(backend):
         "reducescatter": (lambda x: functional.reducescatter(x, backend, "sum"), None),
         "alltoall": (lambda x: functional.alltoall(x, backend), None),
     }
-    each = [float(rank + 1) for rank in range(size) for _ in range(2)]
+    factors = [float(rank + 1) for rank in range(size) for _ in range(2)]
     for name, (call, expected) in calls.items():
         leaf = torch.ones(2 * size, requires_grad=True) if backend.rank == 0 else None
         found = gradient_of(backend, call, leaf, torch.ones(2 * size) if leaf is None else leaf * 1)
-        assert leaf is None or found == (each if expected is None else [expected] * 2 * size), name
+        assert leaf is None or found == (factors if expected is None else [expected] * 2 * size), name
         assert not call(torch.ones(2 * size)).requires_grad, name
         with torch.no_grad():
             assert not call(torch.ones(2 * size, requires_grad=True)).requires_grad, name

@@ -51,7 +51,7 @@ def averages(backend, sizes):
     expected = mean_gradients(model, of_every_rank(backend, image_loss))
     with small_buckets(sizes):
         optimizer = sgd(model, backend)
-        for _ in range(3):  # the first step makes the buckets
+        for _ in range(3):  # the first backward makes the buckets
             optimizer.zero_grad()
             image_loss(model, backend.rank).backward()
             check(gradients(model), expected)
@@ -509,7 +509,7 @@ class Lookup(nn.Module):
 
 
 def words(step, rank, size):
-    """Return the indices, some of them repeated, that ``rank`` looks up. The last of several ranks looks up nothing."""
+    """Return the indices, some repeated, that ``rank`` looks up. None for the last of several ranks, which uses none."""
     if size > 1 and rank == size - 1:
         return None
     return torch.tensor([0, rank, 5, 5, step])
@@ -601,26 +601,26 @@ def accumulated(model, keys):
     return sum(vector_loss(model, key) for key in keys)
 
 
-def in_passes(backend, how, unused):
+def in_passes(backend, mode, unused):
     passes = 3
     model = perceptron()
-    optimizer = sgd(model, backend, unused=unused, **({"backward_passes_per_step": passes} if how == "counted" else {}))
+    optimizer = sgd(model, backend, unused=unused, **({"backward_passes_per_step": passes} if mode == "counted" else {}))
     for step in range(2):
         keys = [[(step * passes + i) * backend.size + rank for i in range(passes)] for rank in range(backend.size)]
         expected = mean_gradients(model, [lambda m, mine=mine: accumulated(m, mine) for mine in keys])
         optimizer.zero_grad()
         *early, last = keys[backend.rank]
-        dropped = how == "counted" and step == 1
+        dropped = mode == "counted" and step == 1
         if dropped:  # drop the gradients of a pass on all ranks
             vector_loss(model, last).backward()
             optimizer.zero_grad()
         for key in early:
-            if how == "no_sync":
+            if mode == "no_sync":
                 with optimizer.no_sync():
                     vector_loss(model, key).backward()
             else:
                 vector_loss(model, key).backward()
-        if how != "every" and not dropped:
+        if mode != "every" and not dropped:
             local = mean_gradients(model, [lambda m, mine=early: accumulated(m, mine)])
             check(gradients(model), local)  # nothing has been sent yet
         vector_loss(model, last).backward()
@@ -690,7 +690,7 @@ def test_a_backward_in_which_gradients_are_dropped_ends_with_averages():
 
 
 def test_gradients_of_several_passes_add_up(typical):
-    """With ``no_sync`` or ``backward_passes_per_step``, gradients are sent after the last pass, else after every pass."""
+    """With ``no_sync`` or ``backward_passes_per_step``, gradients are sent in the last pass, else in every pass."""
     typical.each(
         in_passes,
         itertools.product(["no_sync", "counted", "every"], UNUSED),
@@ -698,13 +698,13 @@ def test_gradients_of_several_passes_add_up(typical):
     )
 
 
-def steps_without_an_exchange_in_backward(backend, how):
+def steps_without_an_exchange_in_backward(backend, mode):
     model = perceptron()
-    optimizer = sgd(model, backend, **({"backward_passes_per_step": 3} if how == "counted" else {}))
+    optimizer = sgd(model, backend, **({"backward_passes_per_step": 3} if mode == "counted" else {}))
     for _ in range(2):
         expected = mean_gradients(model, of_every_rank(backend, vector_loss))
         optimizer.zero_grad()
-        if how == "no_sync":
+        if mode == "no_sync":
             with optimizer.no_sync():
                 vector_loss(model, backend.rank).backward()
         else:
@@ -929,13 +929,13 @@ def test_extra_scalars_are_summed_without_dense_gradients(typical):
 # -- mistakes -----------------------------------------------------------------------------------------------------
 
 
-def differing(backend, how):
+def differing(backend, difference):
     last = backend.rank == backend.size - 1
-    if how == "shape":
+    if difference == "shape":
         layer = nn.Linear(4, 5 if last else 6)
-    elif how == "dtype":
+    elif difference == "dtype":
         layer = nn.Linear(4, 6, dtype=torch.float64 if last else torch.float32)
-    elif how == "device":
+    elif difference == "device":
         layer = nn.Linear(4, 6, device="meta" if last else "cpu")
     else:
         layer = nn.Conv2d(4, 2, 2).to(memory_format=torch.channels_last if last else torch.contiguous_format)
@@ -1011,8 +1011,8 @@ def fails_in_backward(backend, sizes, passes):
 
 def test_synchronize_ends_the_exchange_of_a_failed_backward(typical):
     # With small buckets, backward fails after the first bucket is sent; with large buckets, before any is sent.
-    after, before = ([(sizes, passes) for passes in (1, 2)] for sizes in ((1, 1), (1 << 20, 25 << 20)))
-    typical.each(fails_in_backward, [*after, *before], [after[1], before[0]])
+    after_sending, before_sending = ([(sizes, passes) for passes in (1, 2)] for sizes in ((1, 1), (1 << 20, 25 << 20)))
+    typical.each(fails_in_backward, [*after_sending, *before_sending], [after_sending[1], before_sending[0]])
 
 
 def fails_before_sending(backend):
@@ -1096,7 +1096,7 @@ def test_no_bucket_is_sent_after_one_that_was_interrupted(adds):
 
 
 def fails_to_send(backend, method):
-    """Let ``method`` of a bucket fail on rank 0: each later step must raise the first error again."""
+    """Let ``method`` of a bucket fail on rank 0: each later step there must raise an error that names the first one."""
 
     def fail():
         raise MemoryError("no memory for the bucket")
@@ -1272,7 +1272,7 @@ def bfloat16(backend):
         GradientReducer(perceptron().named_parameters(), backend, transfer=transfer)
 
 
-def test_gradients_are_sent_as_bfloat16_if_the_library_reduces_it(typical):
+def test_bfloat16_is_sent_if_the_backend_reduces_it_and_is_refused_otherwise(typical):
     typical(bfloat16)
 
 
@@ -1288,9 +1288,9 @@ def grouped(backend):
         image_loss(model, backend.rank).backward()
         check(gradients(model), expected)
         reducer.renew()
-    together = [{slot.param for slot in bucket.slots} for bucket in reducer.buckets]
-    assert all(set(group) in together for group in chosen)
-    assert len(together) == len(list(model.parameters())) - 1
+    contents = [{slot.param for slot in bucket.slots} for bucket in reducer.buckets]
+    assert all(set(group) in contents for group in chosen)
+    assert len(contents) == len(list(model.parameters())) - 1
 
 
 def test_parameters_of_a_group_share_a_bucket(typical):
@@ -1333,7 +1333,7 @@ def test_a_reducer_may_change_its_backend(typical):
 
 
 def fails_after_sending(model, optimizer, backend, ranks):
-    """On ``ranks``, make backward fail after it has sent a bucket, call ``zero_grad``, and return True."""
+    """Take a step. Then, on ``ranks``, let backward fail after it has sent a bucket, call ``zero_grad``, return True."""
     vector_loss(model, backend.rank).backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -107,13 +107,13 @@ class FakeBucket:
         self.pending = len(self.slots)
 
 
-def sent_in_a_round(schedule, ready):
-    """Mark one gradient ready per entry of ``ready``, and send each bucket as soon as possible; then send the others.
+def sent_in_a_round(schedule, order):
+    """Mark one gradient ready in each bucket of ``order``, and send buckets as soon as possible; then send the others.
 
     Return the indices of the buckets in the order of sending, and how many were sent while gradients became ready.
     """
     sent = []
-    for bucket in ready:
+    for bucket in order:
         if schedule.mark_ready(bucket):
             while schedule.next_is_complete:
                 sent.append(schedule.buckets.index(schedule.take_next()))

@@ -385,7 +385,7 @@ def test_loss_scaling_works_with_optimizers_that_can_unscale_in_their_step(typic
     typical(unscaled_by_the_step)
 
 
-def overflows(backend, unscaled):
+def overflows(backend, clip):
     model = perceptron()
     optimizer = sgd(model, backend)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -396,7 +396,7 @@ def overflows(backend, unscaled):
         loss = vector_loss(model, key(backend, step))
         if step % 2 and backend.rank == last:
             loss = loss * torch.inf
-        scaled_step(model, optimizer, scaler, loss, 1.0 if unscaled else None)
+        scaled_step(model, optimizer, scaler, loss, 1.0 if clip else None)
         stayed = all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
         assert stayed == bool(step % 2)
         assert scaler.get_scale() == (scale / 2 if step % 2 else scale)
@@ -638,10 +638,10 @@ def test_a_parameter_with_two_names_is_reduced_once(typical):
 
 @pytest.mark.parametrize("make", [GradientReducer, DistributedOptimizer])
 def test_the_former_names_of_the_extra_scalars_work_and_warn(make):
-    alone, model = LocalBackend(World(), torch.device("cpu"), 10.0), perceptron()
+    backend, model = LocalBackend(World(), torch.device("cpu"), 10.0), perceptron()
     first = model.named_parameters() if make is GradientReducer else torch.optim.SGD(model.parameters())
     with pytest.warns(DeprecationWarning, match="^carry is deprecated: use extra$") as caught:
-        made = make(first, backend=alone, carry=2)
+        made = make(first, backend=backend, carry=2)
     with pytest.warns(DeprecationWarning, match="^cargo is deprecated: use extra$") as more:
         made.cargo[0] = 3
     assert [each.filename for each in [*caught, *more]] == [__file__] * 2

@@ -25,13 +25,13 @@ from tests.models_for_tests import (
 )
 from tests.threads import run_threads
 
-#: Numbers of inputs of the model: one for small gradients only, and one for a large gradient. A large gradient may be
+#: Numbers of inputs of the model: one for small gradients only, and one for a large gradient. A large gradient can be
 #: copied to its bucket as soon as it is ready.
 INPUTS = 4, 20000
 
 
 def flat_gradients(params):
-    """Make all gradients parts of one tensor."""
+    """Make all gradients parts of one tensor. Like the four functions below, return the tensors that the program keeps."""
     flat = torch.zeros(sum(p.numel() for p in params))
     for p, part in zip(params, flat.split([p.numel() for p in params]), strict=True):
         p.grad = part.view_as(p)
@@ -284,13 +284,13 @@ def test_may_be_kept_is_true_only_for_gradients_that_the_program_keeps():
         del kept
 
 
-def changes_what_was_sent(backend, change, in_place):
+def changes_what_was_sent(backend, change, zero_in_place):
     """In a hook of the second layer, change a gradient of the last layer that was already sent."""
     model = seeded(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 500), nn.Linear(500, 600)))
     optimizer = sgd(model, backend, momentum=0.0)
     bias = model[2].bias
     for step in range(3):
-        optimizer.zero_grad(set_to_none=not in_place)
+        optimizer.zero_grad(set_to_none=not zero_in_place)
         if step == 2:
             model[1].register_full_backward_hook(lambda *_: change(bias))
             with pytest.raises(BackendError, match=r"gradient of '2\.(bias|weight)' changed after it was sent"):
@@ -397,16 +397,16 @@ def test_changes_after_backward_are_kept(typical):
     typical(changes_after_backward)
 
 
-def marks_gradients(backend, inputs, none):
-    """After each step, set an attribute on the gradients, and multiply them by a factor that has a gradient itself."""
+def marks_gradients(backend, inputs, set_to_none):
+    """After each step, set an attribute on the gradients, and multiply them by a factor that requires a gradient itself."""
     model, factor = seeded(nn.Linear(inputs, 2)), torch.ones((), requires_grad=True)
     optimizer = sgd(model, backend)
     for step in range(3):
-        optimizer.zero_grad(set_to_none=none)
+        optimizer.zero_grad(set_to_none=set_to_none)
         model(torch.ones(inputs) * backend.rank).square().sum().backward()
         for p in model.parameters():
             # As in torch: with set_to_none=False, the gradient stays the same tensor.
-            assert hasattr(p.grad, "seen") == (step > 0 and not none)
+            assert hasattr(p.grad, "seen") == (step > 0 and not set_to_none)
             assert not p.grad.requires_grad
         optimizer.step()
         for p in model.parameters():

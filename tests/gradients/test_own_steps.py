@@ -17,7 +17,7 @@ from tests.threads import run_threads
 
 
 class Own(torch.optim.SGD):
-    """An optimizer with a method ``go`` that steps. ``step`` calls ``SGD.step``; torch may run step hooks in both."""
+    """An optimizer with a method ``go`` that steps. ``step`` calls ``SGD.step``: torch can run step hooks in both."""
 
     def step(self, closure=None):
         return super().step(closure)
@@ -43,10 +43,10 @@ class Lookahead(torch.optim.Optimizer):
         self.optimizer = optimizer
 
 
-def wrapped(backend, inner, **options):
+def wrapped(backend, make_inner, **options):
     p = nn.Parameter(torch.zeros(2))
-    optimizer = inner(p)
-    return p, optimizer, DistributedOptimizer(optimizer, [("p", p)], backend=backend, **options)
+    inner = make_inner(p)
+    return p, inner, DistributedOptimizer(inner, [("p", p)], backend=backend, **options)
 
 
 def own(p):
@@ -167,7 +167,10 @@ def test_steps_are_counted_after_a_step_has_failed():
 
 
 def own_closures(backend, passes):
-    """Call ``step(closure)`` in a method of the wrapped optimizer, with a loss that differs between the ranks."""
+    """Call ``step(closure)`` in a method of the wrapped optimizer, with a loss that differs between the ranks.
+
+    With two passes per step, several ranks refuse the step, because the closure runs only the first pass.
+    """
     p, inner, optimizer = wrapped(backend, own, backward_passes_per_step=passes)
 
     def closure():

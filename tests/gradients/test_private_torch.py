@@ -1,6 +1,6 @@
 """Private parts of torch that this package's gradients, optimizers and ``hvd`` use: a failed test names what torch lacks.
 
-A comment at each use says that torch has no public alternative.
+Comments at most uses say that these parts are private in torch, or that torch has no public alternative.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def transpose_storage(model):
 
 
 def transpose_in_place(model):
-    """Give gradients other values and strides at the same address."""
+    """Give the gradient of shape (4, 4) other values and strides at the same address."""
     for p in model.parameters():
         if p.shape == (4, 4):
             p.grad.data = p.grad.data.t()
@@ -165,6 +165,8 @@ def test_gradients_are_averaged_after_their_tensors_were_replaced_in_an_earlier_
 
 # -- refused changes ----------------------------------------------------------------------------------------------
 
+# Each function of (model, optimizer) makes a change; it returns a pattern of the error message, and a function to undo it.
+
 
 def cast(model, optimizer):
     model[2].double()
@@ -257,7 +259,7 @@ def reshape_equally(model, optimizer):
 
 
 def refused(backend, change):
-    """Make a change on rank 1 alone: all ranks raise instead of waiting, and training can continue after ``undo``."""
+    """Make a change that rank 0 undoes at once: both ranks raise, and training can continue after rank 1 undoes it too."""
     model = perceptron()
     optimizer = sgd(model, backend)
     vector_loss(model, backend.rank).backward()
@@ -358,17 +360,17 @@ def test_a_bucket_layout_that_only_one_rank_changes_is_refused_in_the_next_backw
     many(layout_of_one_rank, change)
 
 
-def reshaped(backend, before, shape):
+def reshaped(backend, old_shape, new_shape):
     """Change the shape of a parameter on one rank after the first step."""
     model = nn.Module()
-    model.q = nn.Parameter(torch.ones(before))
+    model.q = nn.Parameter(torch.ones(old_shape))
     optimizer = sgd(model, backend)
     model.q.square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
     if backend.rank == 1:
-        model.q.data = torch.ones(shape)
-    with pytest.raises(BackendError, match=rf"rank 1: .*'q'.* {re.escape(str(before))}.*make a new opt"):
+        model.q.data = torch.ones(new_shape)
+    with pytest.raises(BackendError, match=rf"rank 1: .*'q'.* {re.escape(str(old_shape))}.*make a new opt"):
         model.q.square().sum().backward()
     optimizer.close()
 
@@ -396,7 +398,7 @@ def without_the_other_rank(backend):
     earlier = f"an earlier exchange of gradients failed: {failed.value}"
     with pytest.raises(BackendError, match=f"^{re.escape(earlier)}$"):
         vector_loss(model, backend.rank).backward()
-    # Rank 1 may still complete the sums of the failed backward, and take a step. So rank 0 must refuse all later calls.
+    # Rank 1 could still complete the sums of the failed backward, and take a step. So rank 0 must refuse all later calls.
     with pytest.raises(BackendError, match="a collective call on rank 0 failed or timed out, so that"):
         backend.barrier()
 
@@ -516,9 +518,9 @@ def refused_and_repeated(backend):
 
     The first run has a large gradient, which is copied to its bucket as soon as it is ready. The second run has none.
     """
-    for large in (40000, 3):
-        params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(large))]
-        named = [(f"{large}.{number}", p) for number, p in enumerate(params)]
+    for numel in (40000, 3):
+        params = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(numel))]
+        named = [(f"{numel}.{number}", p) for number, p in enumerate(params)]
 
         def backward(params=params):
             ((backend.rank + 1) * (params[0].sum() + params[1].sum())).backward()

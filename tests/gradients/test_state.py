@@ -82,7 +82,7 @@ def test_every_rank_gets_the_roots_values(spmd):
     spmd.each(broadcasts, [(form,) for form in FORMS], [("module",), ("generator",)])
 
 
-def mine(rank, dtype):
+def tensors_of_rank(rank, dtype):
     """Return tensors of ``dtype`` in several layouts, with values that depend on ``rank``."""
     numbers = (torch.arange(48) * 7 + 3 * rank + 1) % 120
     full = (numbers % 2 == rank % 2) if dtype is torch.bool else numbers.to(dtype)
@@ -99,10 +99,10 @@ def mine(rank, dtype):
 
 def broadcasts_layouts(backend, dtype):
     root = backend.size - 1
-    tensors = mine(backend.rank, dtype)
+    tensors = tensors_of_rank(backend.rank, dtype)
     strides = [t.stride() for t in tensors]
     broadcast_parameters(tensors, backend, root)
-    expected = mine(root, dtype)
+    expected = tensors_of_rank(root, dtype)
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(tensors, expected, strict=True))
     assert [t.stride() for t in tensors] == strides
 
@@ -140,9 +140,9 @@ def test_a_broadcast_accepts_different_memory_layouts_on_ranks(typical):
 
 def test_broadcast_parameters_refuses_nested_containers_and_values_without_tensors():
     model = nn.Linear(2, 2)
-    state = torch.optim.SGD(model.parameters(), 0.1).state_dict()
+    saved = torch.optim.SGD(model.parameters(), 0.1).state_dict()
     with connect("local") as backend:
-        for wrong in ({"model": model.state_dict(), "weight": model.weight}, state, {"epoch": 3}, [[model.weight]]):
+        for wrong in ({"model": model.state_dict(), "weight": model.weight}, saved, {"epoch": 3}, [[model.weight]]):
             with pytest.raises(ValueError, match=r"pass a flat state_dict"):
                 broadcast_parameters(wrong, backend)
 
@@ -237,7 +237,7 @@ def broadcasts_nothing(backend):
     average_buffers(perceptron(), backend)
 
 
-def test_a_broadcast_or_average_of_no_tensors_has_no_effect(typical):
+def test_a_broadcast_or_average_of_no_tensors_is_allowed(typical):
     typical(broadcasts_nothing)
 
 
@@ -357,14 +357,14 @@ def test_a_broadcast_to_a_fresh_optimizer_changes_only_its_options(typical):
     typical.each(fresh, itertools.product(KINDS, [False, True]), [("momentum", False), ("adam", True)])
 
 
-def resumes(backend, kind, wrapped, everywhere):
+def resumes(backend, kind, wrapped, all_have_state):
     """Broadcast the root's state.
 
-    The other ranks have no state, as is usual when a run resumes. With ``everywhere``, they have a different state.
+    The other ranks have no state, as is usual when a run resumes. With ``all_have_state``, they have a different state.
     """
     root = backend.size - 1
     model, oracle = perceptron(), perceptron()
-    if backend.rank == root or everywhere:
+    if backend.rank == root or all_have_state:
         optimizer = wrapped_or_bare(kind, model, 0.01 * (1 + backend.rank), backend, False)
         for step in range(2 + (backend.rank == root)):
             local_step(model, optimizer, key=step + 10 * backend.rank)

@@ -113,7 +113,7 @@ def test_gradients_are_not_exchanged_before_the_last_of_backward_passes_per_step
 
 
 class Branched(nn.Module):
-    """Model with a BatchNorm layer, followed by a branch that ``forward`` uses only if ``branch`` is true."""
+    """Model with a BatchNorm layer, followed by a branch that ``forward`` uses only if ``use_branch`` is true."""
 
     def __init__(self):
         super().__init__()
@@ -122,9 +122,9 @@ class Branched(nn.Module):
         self.last = nn.Linear(8, 3)
         self.branch = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
 
-    def forward(self, x, branch):
+    def forward(self, x, use_branch):
         x = self.norm(self.first(x))
-        return self.last(x) + (self.branch(x) if branch else 0.0)
+        return self.last(x) + (self.branch(x) if use_branch else 0.0)
 
 
 def samples(rank, step):
@@ -238,9 +238,9 @@ def test_several_reducers_may_change_their_backend():
 
 def forgets_sparse(backend):
     """Use a sparse gradient on rank 0's first backend only. Then move to a backend of all ranks, and use dense ones."""
-    alone = [backend.group([rank]) for rank in range(backend.size)][backend.rank]
+    first_backend = [backend.group([rank]) for rank in range(backend.size)][backend.rank]
     table, layer = nn.Embedding(4, 3, sparse=True), filled(nn.Linear(3, 1))
-    reducer = GradientReducer([*table.named_parameters("t"), *layer.named_parameters("l")], alone)
+    reducer = GradientReducer([*table.named_parameters("t"), *layer.named_parameters("l")], first_backend)
     for use_table in (backend.rank == 0, False):
         x = torch.ones(1, 3) * (backend.rank + 1)
         layer(x + table(torch.tensor([1])) if use_table else x).sum().backward()
@@ -258,9 +258,9 @@ def test_a_new_backend_does_not_use_the_sparse_gradients_of_the_earlier_one():
 
 def forgets_steps(backend):
     """Let only rank 0 take a step on its first backend, then move to a backend of all ranks."""
-    alone = [backend.group([rank]) for rank in range(backend.size)][backend.rank]
+    first_backend = [backend.group([rank]) for rank in range(backend.size)][backend.rank]
     layer = filled(nn.Linear(3, 1))
-    reducer = GradientReducer(layer.named_parameters(), alone)
+    reducer = GradientReducer(layer.named_parameters(), first_backend)
     reducer.renew(stepped=backend.rank == 0)
     reducer.forget(backend)
     layer(torch.ones(1, 3) * (backend.rank + 1)).sum().backward()
