@@ -99,7 +99,8 @@ def finished(total: torch.Tensor, op: int, divisor: int, factor: float) -> torch
 
 def identity_element(dtype: torch.dtype, shape: list[int], device: torch.device, op: int) -> torch.Tensor:
     """Return the contribution of a rank that has called ``join``: a tensor filled with ``op``'s identity element."""
-    return torch.full(shape, _identity(dtype, op), dtype=dtype, device=device)
+    # torch.full supports no float8 dtypes in torch 2.5.
+    return torch.tensor(_identity(dtype, op), dtype=dtype, device=device).expand(shape).clone()
 
 
 def _identity(dtype: torch.dtype, op: int) -> float | int | bool:
