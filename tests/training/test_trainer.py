@@ -42,10 +42,8 @@ def net(seed: int = 0) -> nn.Module:
     return seeded(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 4)), seed)
 
 
-def part_of(backend, tensors, uneven: bool = True):
-    """Return this rank's samples. If ``uneven``, rank 0 has more samples than any other rank."""
-    if not uneven:
-        return [tensor[backend.rank :: backend.size] for tensor in tensors]
+def part_of(backend, tensors):
+    """Return this rank's samples. Rank 0 has more samples than any other rank."""
     cut = [0, *(len(tensors[0]) - (backend.size - 1 - rank) * 3 for rank in range(backend.size))]
     return [tensor[cut[backend.rank] : cut[backend.rank + 1]] for tensor in tensors]
 
