@@ -82,24 +82,24 @@ def test_a_step_copies_no_gradient():
         optimizer = sgd(model, backend)
         vector_loss(model, 0).backward()
         aliases = [slot.alias for slot in optimizer.reducer.slots]
-        found = [id(alias) for alias in aliases]
+        ids = [id(alias) for alias in aliases]
         del aliases
         for _ in range(2):
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             vector_loss(model, 0).backward()
-        assert [id(slot.alias) for slot in optimizer.reducer.slots] == found
+        assert [id(slot.alias) for slot in optimizer.reducer.slots] == ids
 
 
-def lists_parameters_in_another_order(backend, late):
+def lists_parameters_in_another_order(backend, in_new_group):
     """Give the optimizer the same parameters in a different order on each rank, when it is made or in a later group."""
     model = seeded(nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3))))
     first = nn.Parameter(torch.ones(1))
     params = list(model.parameters())
     params = params[backend.rank :] + params[: backend.rank]
-    wrapped = DistributedOptimizer(torch.optim.SGD([first] if late else [first, *params], 0.1), backend=backend)
-    if late:
+    wrapped = DistributedOptimizer(torch.optim.SGD([first] if in_new_group else [first, *params], 0.1), backend=backend)
+    if in_new_group:
         wrapped.add_param_group({"params": params})
     name = r"'group \d parameter \d'"
     pattern = rf"ranks 0 and 1 have the same parameters in different orders \({name} is the first one that differs\)"
@@ -144,8 +144,11 @@ def test_a_group_that_is_added_again_and_a_parameter_listed_twice_are_averaged_o
     typical.each(adds_a_group_again, [(False,), (True,)])
 
 
-def freezes_a_sparse_embedding(backend, everywhere):
-    """Freeze an embedding with sparse gradients after two steps, on all ranks or on rank 0 only."""
+def freezes_a_sparse_embedding(backend, on_all_ranks):
+    """Freeze an embedding with sparse gradients after two steps, on all ranks or on rank 0 only.
+
+    If it is frozen on rank 0 only, the second step after that is refused.
+    """
     embedding, head = seeded(nn.Embedding(10, 3, sparse=True)), seeded(nn.Linear(3, 1))
     params = [*embedding.parameters(), *head.parameters()]
     wrapped = DistributedOptimizer(torch.optim.SGD(params, 0.1, momentum=0.9), backend=backend)
@@ -157,14 +160,14 @@ def freezes_a_sparse_embedding(backend, everywhere):
 
     step()
     step()
-    if everywhere or backend.rank == 0:
+    if on_all_ranks or backend.rank == 0:
         embedding.weight.requires_grad_(False)
     before = embedding.weight.detach().clone()
     step()
-    if everywhere or backend.rank == 0:
+    if on_all_ranks or backend.rank == 0:
         assert embedding.weight.grad is None
         assert torch.equal(embedding.weight, before)
-    if everywhere:
+    if on_all_ranks:
         step()
         assert torch.equal(embedding.weight, before)
     else:
@@ -227,7 +230,10 @@ def double(gradient):
 
 
 def changes_a_kept_gradient(backend, numel):
-    """Change an earlier gradient in place while the next backward runs."""
+    """Change an earlier gradient in place while the next backward runs.
+
+    At the end, zero all gradients in place: they no longer count as reduced.
+    """
     first, last = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(numel))
     with small_buckets():
         reducer = GradientReducer([("first", first), ("last", last)], backend)
@@ -277,7 +283,7 @@ def test_a_parameter_converted_in_backward_is_refused_on_all_ranks(typical):
 
 
 def unfreezes_in_backward(backend, numel, keep):
-    """Unfreeze a parameter during backward, when only rank 0 has sent the gradient of ``last``."""
+    """Unfreeze a parameter during backward, when only rank 0 has sent the gradient of ``last``; return the error or ""."""
     frozen, first, extra = (nn.Parameter(torch.ones(3)) for _ in range(3))
     last = nn.Parameter(torch.ones(numel))
     named = [("frozen", frozen.requires_grad_(False)), ("first", first), ("extra", extra), ("last", last)]
@@ -308,9 +314,9 @@ def unfreezes_in_backward(backend, numel, keep):
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("numel", SIZES)
 def test_a_parameter_unfrozen_in_backward_gives_averages_or_an_error_on_all_ranks(typical, numel, keep):
-    found = typical(unfreezes_in_backward, numel, keep)
-    if any(found):
-        assert all("added or unfrozen during backward, when one of the ranks" in error for error in found)
+    errors = typical(unfreezes_in_backward, numel, keep)
+    if any(errors):
+        assert all("added or unfrozen during backward, when one of the ranks" in error for error in errors)
 
 
 def test_gradients_that_the_program_does_not_keep_are_not_copied():
@@ -334,7 +340,7 @@ def test_gradients_that_the_program_does_not_keep_are_not_copied():
     assert kept.data_ptr() != memory.data_ptr()
 
 
-def zeroes_in_hooks(backend, place, sizes):
+def zeroes_in_hooks(backend, place, bucket_bytes):
     """Zero the gradients in hooks of parameters or of autograd nodes, which run before or after the reducer's hooks."""
     params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
     named = [(str(number), p) for number, p in enumerate(params)]
@@ -348,7 +354,7 @@ def zeroes_in_hooks(backend, place, sizes):
         return [p.register_post_accumulate_grad_hook(zero) for p in params] if place == here else []
 
     nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in params]
-    with small_buckets(sizes):
+    with small_buckets(bucket_bytes):
         hooks = [*register("before"), *register("node")]
         reducer = GradientReducer(named, backend)
         hooks += register("after")
@@ -497,14 +503,14 @@ def unfreezes_on_one_rank(backend):
     model = perceptron()
     optimizer = sgd(model, backend)
 
-    def step(trained):
-        model[0].requires_grad_(trained)
+    def step(requires_grad):
+        model[0].requires_grad_(requires_grad)
         optimizer.zero_grad()
         vector_loss(model, backend.rank).backward()
         optimizer.step()
 
-    for trained in (True, False, False, backend.rank == 0):
-        step(trained)
+    for requires_grad in (True, False, False, backend.rank == 0):
+        step(requires_grad)
     with pytest.raises(BackendError, match=r"rank 1: parameter '0\.(weight|bias)' was frozen on this rank and trained on"):
         step(backend.rank == 0)
 
@@ -541,7 +547,7 @@ def test_a_parameter_that_is_frozen_on_some_ranks_is_refused_with_shards_too(man
     many(freezes_with_shards)
 
 
-def test_parameters_unfrozen_after_close_are_not_averaged():
+def test_backward_computes_gradients_of_parameters_unfrozen_after_close():
     model = perceptron()
     model[0].requires_grad_(False)
     with connect("local") as backend:
@@ -555,7 +561,7 @@ def test_parameters_unfrozen_after_close_are_not_averaged():
         assert model[0].weight.grad.any()
 
 
-def test_parameters_added_after_close_are_not_averaged():
+def test_backward_computes_gradients_of_parameters_added_after_close():
     model = perceptron()
     with connect("local") as backend:
         optimizer = wrap(torch.optim.SGD(model[0].parameters(), lr=0.1), model, backend)

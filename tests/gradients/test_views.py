@@ -22,7 +22,7 @@ from tests.models_for_tests import EXACT, small_buckets
 
 @pytest.fixture(**_worlds(sorted({*SPREAD, *TYPICAL, ("horovod", 3)})))
 def world(request):
-    """A world of each kind, also with shared memory."""
+    """Worlds of each kind, with the sizes of ``SPREAD`` and ``TYPICAL``; on Horovod, also three ranks."""
     return _spmd(request)
 
 
@@ -43,7 +43,8 @@ VIEWS = {
     "other": with_gradient,
 }
 STEPS = 6
-WHEN = {"first": [0], "late": [3], "always": range(STEPS), "sometimes": [1, 4], "never": []}
+#: Name → the steps in which views are kept.
+PATTERNS = {"first": [0], "late": [3], "always": range(STEPS), "sometimes": [1, 4], "never": []}
 
 
 def values(rank, step, numel):
@@ -56,10 +57,10 @@ def expected(backend, step, numel, dtype):
     return (sum(values(rank, step, numel) for rank in range(backend.size)) / backend.size).to(dtype)
 
 
-def keeps_views(backend, view, when, dtype=torch.float32, options=None, every=1, sizes=(3, 20000, 500)):
-    """Train, keep views of gradients in the steps ``WHEN[when]``, and check the values of the views at the end.
+def keeps_views(backend, view, pattern, dtype=torch.float32, options=None, stride=1, sizes=(3, 20000, 500)):
+    """Train, keep views of gradients in the steps ``PATTERNS[pattern]``, and check the values of the views at the end.
 
-    Keep only the views of every ``every``-th parameter.
+    Only views of every ``stride``-th parameter are kept.
     """
     params = [nn.Parameter(torch.zeros(n, dtype=dtype)) for n in sizes]
     unused = nn.Parameter(torch.zeros(5, dtype=dtype))
@@ -80,28 +81,28 @@ def keeps_views(backend, view, when, dtype=torch.float32, options=None, every=1,
             for p, n in zip(params, sizes, strict=True):
                 torch.testing.assert_close(p.grad, expected(backend, step, n, dtype), **tolerance)
             assert unused.grad is None or not unused.grad.any()
-            if step in WHEN[when]:
-                for n, p in list(zip(sizes, params, strict=True))[::every]:
+            if step in PATTERNS[pattern]:
+                for n, p in list(zip(sizes, params, strict=True))[::stride]:
                     kept.append((step, n, VIEWS[view](p.grad)))
             assert reducer.is_reduced()
             p = None
-    for step, n, found in kept:
+    for step, n, kept_view in kept:
         wanted = expected(backend, step, n, dtype)
-        found = found.grad if isinstance(found, nn.Parameter) else torch.as_tensor(found)
-        torch.testing.assert_close(found, wanted[1:] if view == "part" else wanted, **tolerance)
+        tensor = kept_view.grad if isinstance(kept_view, nn.Parameter) else torch.as_tensor(kept_view)
+        torch.testing.assert_close(tensor, wanted[1:] if view == "part" else wanted, **tolerance)
     reducer.close()
 
 
 def keeps_all_views(backend):
     for view in VIEWS:
         keeps_views(backend, view, "sometimes")
-    for when in WHEN:
-        keeps_views(backend, "data", when)
-    for when in ("first", "sometimes"):
-        keeps_views(backend, "data", when, torch.bfloat16)
-        keeps_views(backend, "flat", when, options={"transfer": Transfer(dtype=torch.float16)})
-        keeps_views(backend, "flat", when, options={"unused": "none"}, every=2)
-        keeps_views(backend, "numpy", when, options={"order": SumOrder(backend.size, backend.size)})
+    for pattern in PATTERNS:
+        keeps_views(backend, "data", pattern)
+    for pattern in ("first", "sometimes"):
+        keeps_views(backend, "data", pattern, torch.bfloat16)
+        keeps_views(backend, "flat", pattern, options={"transfer": Transfer(dtype=torch.float16)})
+        keeps_views(backend, "flat", pattern, options={"unused": "none"}, stride=2)
+        keeps_views(backend, "numpy", pattern, options={"order": SumOrder(backend.size, backend.size)})
     keeps_views(backend, "data", "late" if backend.rank == backend.size - 1 else "never")
 
 
@@ -122,7 +123,8 @@ def mean_of(backend, step):
 def views_follow_gradients(backend, keep_first):
     """With ``set_to_none=False``, a view shows each new gradient.
 
-    With ``keep_first``, step 1 begins with ``set_to_none=True``, and views of step 0 keep their values.
+    With ``keep_first``, step 1 begins with ``set_to_none=True``, and views of step 0 keep their values. After a last
+    ``zero_grad`` with ``set_to_none=True``, the other views keep their values too.
     """
     params = [nn.Parameter(torch.zeros(n)) for n in (3, 20000)]
     wrapped = DistributedOptimizer(torch.optim.SGD(params, 0.1), backend=backend)
@@ -165,8 +167,8 @@ def views_follow_into_new_layout(backend):
         backward(backend, params[: 2 + (step >= 2)], step)
         if step == 1:
             views = [p.grad.view(-1) for p in params[:2]]
-        for found in (*views, *(p.grad for p in params if p.grad is not None)):
-            torch.testing.assert_close(found, torch.full_like(found, mean_of(backend, step)))
+        for tensor in (*views, *(p.grad for p in params if p.grad is not None)):
+            torch.testing.assert_close(tensor, torch.full_like(tensor, mean_of(backend, step)))
         wrapped.step()
     wrapped.close()
 
@@ -227,15 +229,15 @@ def test_views_have_the_right_values_after_gradients_were_moved_to_shared_memory
     world.each(shares_memory, [(False,), (True,)])
 
 
-def assigns_data(backend, places):
-    """Keep a view of each gradient, and then assign to the gradient's ``.data``."""
+def assigns_data(backend, indices):
+    """Keep a view of each gradient at ``indices``, and then assign to the gradient's ``.data``."""
     params = [nn.Parameter(torch.zeros(n)) for n in (3, 20000, 500)]
     wrapped = DistributedOptimizer(torch.optim.SGD(params, 0.1), backend=backend)
     kept = []
     for step in range(4):
         wrapped.zero_grad()
         backward(backend, params, step)
-        for p in [params[i] for i in places]:
+        for p in [params[i] for i in indices]:
             kept.append((step, p.grad.data))
             p.grad.data = p.grad.data * 0.5
         wrapped.step()
@@ -268,19 +270,19 @@ def test_a_bucket_gets_new_memory_only_once_if_a_view_is_kept_in_every_step(worl
     world(keeps_one_element)
 
 
-def interrupted(place, count, at):
-    """Return a wrapper of ``place`` that raises KeyboardInterrupt in call number ``at``."""
+def interrupted(method, numbers, call_number):
+    """Return a wrapper of ``method`` that raises KeyboardInterrupt in the call ``call_number``, counted by ``numbers``."""
 
     def replacement(*args, **options):
-        if next(count) == at:
+        if next(numbers) == call_number:
             raise KeyboardInterrupt
-        place(*args, **options)
+        method(*args, **options)
 
     return replacement
 
 
-def is_interrupted(backend, at):
-    """Interrupt the move to new memory, and repeat the step."""
+def is_interrupted(backend, call_number):
+    """Interrupt the move to new memory before a backward pass, which then completes it."""
     p, q = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(20000))
     wrapped = DistributedOptimizer(torch.optim.SGD([p, q], 0.0), backend=backend)
     kept = None
@@ -289,7 +291,7 @@ def is_interrupted(backend, at):
         bucket = wrapped.reducer.buckets[0] if step else None
         if step == 2:
             place = Slot.place
-            Slot.place = interrupted(place, iter(range(100)), at)
+            Slot.place = interrupted(place, iter(range(100)), call_number)
             with pytest.raises(KeyboardInterrupt):
                 bucket.memory.leave_views()
             Slot.place = place
@@ -322,7 +324,10 @@ def interrupted_after(method):
 
 
 def is_interrupted_late(backend, owner, name):
-    """Interrupt the move to new memory on one rank, after a method has done its work, and repeat the step."""
+    """Interrupt the move to new memory on rank 0, after a method has done its work; a backward pass follows.
+
+    These methods are called with shared memory only. In other worlds, nothing is interrupted.
+    """
     p, q = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(20000))
     reducer = GradientReducer([("p", p), ("q", q)], backend)
     kept = []
@@ -344,8 +349,8 @@ def is_interrupted_late(backend, owner, name):
 def test_a_move_to_new_memory_may_be_interrupted_at_its_end(world):
     if world.name == "threads":
         pytest.skip("replaces methods that all threads share")
-    places = [(SecondMapping, "separate"), (SharedMemory, "replace_buffer"), (SharedMemoryBackend, "replace_buffer")]
-    world.each(is_interrupted_late, places)
+    methods = [(SecondMapping, "separate"), (SharedMemory, "replace_buffer"), (SharedMemoryBackend, "replace_buffer")]
+    world.each(is_interrupted_late, methods)
 
 
 def two_reducers(backend):
@@ -383,8 +388,8 @@ def keeps_gradient_then_view(backend, dtype):
             p.grad = torch.full_like(p, (step + 1) * (backend.rank + 1))
         reducer.reduce()
         kept += [(step, p.grad if step < 3 else p.grad.view(-1)) for p in params if step != 2]
-    for step, found in kept:
-        torch.testing.assert_close(found, torch.full_like(found, mean_of(backend, step)))
+    for step, tensor in kept:
+        torch.testing.assert_close(tensor, torch.full_like(tensor, mean_of(backend, step)))
     reducer.close()
 
 
@@ -416,7 +421,10 @@ def test_views_keep_their_values_if_another_gradient_is_never_zeroed(world):
 
 
 def changes_zeros(backend):
-    """Keep a view, and later change the zeros of an unused parameter in place, as weight decay by hand does."""
+    """Keep views, and change the zeros of an unused parameter in place, as weight decay by hand does.
+
+    Then assign another gradient: the optimizer step refuses it.
+    """
     p, unused = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.ones(5))
     wrapped = DistributedOptimizer(torch.optim.SGD([p, unused], 0.5), backend=backend)
     kept = []
@@ -439,13 +447,13 @@ def test_zeros_may_change_in_place_after_views_were_kept(world):
     world(changes_zeros)
 
 
-def has_no_memory(*args):
+def raise_out_of_memory(*args):
     raise OSError(12, "Cannot allocate memory")
 
 
 def runs_without_memory(backend):
-    """If there is no memory for a copy, the views are overwritten, and training continues."""
-    backend.replace_buffer = has_no_memory
+    """Keep views although there is no memory for a copy of the bucket: later gradients are right, and overwrite them."""
+    backend.replace_buffer = raise_out_of_memory
     params = [nn.Parameter(torch.zeros(n)) for n in (3, 20000)]
     reducer = GradientReducer([("p", params[0]), ("q", params[1])], backend)
     kept = []
