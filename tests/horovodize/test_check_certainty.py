@@ -606,7 +606,7 @@ CASES = [
         f"begin = load()\nfor epoch in range(begin, 9):\n{STEP}",
     ),
     (
-        "loop_by_value_of_some_ranks",  # a method that returns early; no finding if the script sends the value
+        "loop_by_value_of_some_ranks",  # a function that returns early; no finding if the script sends the value
         f"{WRAP}def load():\n    if hvd.rank() != 0:\n        return 0\n    return torch.load('x')['epoch']\n"
         f"begin = load()\nfor epoch in range(begin, 9):\n{STEP}",
         f"{WRAP}def load():\n    if hvd.rank() != 0:\n        return 0\n    return torch.load('x')['epoch']\n"
@@ -716,10 +716,12 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "certain", "unknown"), CASES, ids=[f"{case[0]}-{i}" for i, case in enumerate(CASES)])
-def test_a_rule_has_a_finding_only_where_the_source_shows_the_mistake(rule, certain, unknown):
-    assert len(list(BY_NAME[rule](source(certain)))) == 1
-    assert list(BY_NAME[rule](source(unknown))) == []
+@pytest.mark.parametrize(
+    ("rule", "script_with_finding", "script_without_finding"), CASES, ids=[f"{case[0]}-{i}" for i, case in enumerate(CASES)]
+)
+def test_a_rule_has_a_finding_only_where_the_source_shows_the_mistake(rule, script_with_finding, script_without_finding):
+    assert len(list(BY_NAME[rule](source(script_with_finding)))) == 1
+    assert list(BY_NAME[rule](source(script_without_finding))) == []
 
 
 @pytest.mark.parametrize(
@@ -749,9 +751,9 @@ def test_a_seed_in_another_file_prevents_the_finding_on_random_splits(tmp_path):
     one.write_text(f"import torch, horovod.torch as hvd\n{WRAP}a, b = torch.utils.data.random_split(d, [1, 2])\n")
     other.write_text("import torch\ntorch.manual_seed(1)\n")
     split = "each rank splits the data differently"
-    alone, together = parse_scripts([str(one)]), parse_scripts([str(one), str(other)])
-    assert any(each.message.startswith(split) for each in findings(alone[str(one)][1]))
-    assert not any(each.message.startswith(split) for each in findings(together[str(one)][1]))
+    one_file, both_files = parse_scripts([str(one)]), parse_scripts([str(one), str(other)])
+    assert any(each.message.startswith(split) for each in findings(one_file[str(one)][1]))
+    assert not any(each.message.startswith(split) for each in findings(both_files[str(one)][1]))
 
 
 @pytest.mark.parametrize("call", ["main(h)", "main(h=h)", "def start(h):\n    main(h)\nstart(h)"])
@@ -796,7 +798,7 @@ def test_only_the_first_of_consecutive_calls_that_raise_has_a_finding():
 
 
 @pytest.mark.parametrize(
-    ("more", "words"),
+    ("code", "words"),
     [
         ("", "nothing combines the results;"),
         ("losses = AverageMeter()\n", "nothing combines the results;"),
@@ -810,9 +812,9 @@ def test_only_the_first_of_consecutive_calls_that_raise_has_a_finding():
         ("from lib import evaluate\nevaluate(model, test_loader)\n", "evaluated twice"),
     ],
 )
-def test_the_finding_on_evaluation_says_whether_results_are_combined(more, words):
+def test_the_finding_on_evaluation_says_whether_results_are_combined(code, words):
     loader = f"test_loader = torch.utils.data.DataLoader(test_data, sampler={SAMPLER})\n"
-    script = source(f"{INIT}{loader}{TRAIN}for x in test_loader:\n    total += model(x)\n{more}")
+    script = source(f"{INIT}{loader}{TRAIN}for x in test_loader:\n    total += model(x)\n{code}")
     (finding,) = BY_NAME["padded_evaluation"](script)
     assert words in finding.message
 
@@ -824,16 +826,16 @@ def test_a_clip_before_a_step_that_may_be_skipped_has_no_repair(step, repaired):
     assert bool(finding.edits) is repaired
 
 
-@pytest.mark.parametrize(("made", "count"), [("args.device", 1), ("torch.device('cuda')", 0)])
-def test_code_under_a_comparison_that_is_never_true_has_no_findings(made, count):
-    script = source(f"import torch\ndevice = {made}\nif device == 'cuda':\n    if hvd.nccl_built():\n        rate = 1")
+@pytest.mark.parametrize(("device", "count"), [("args.device", 1), ("torch.device('cuda')", 0)])
+def test_code_under_a_comparison_that_is_never_true_has_no_findings(device, count):
+    script = source(f"import torch\ndevice = {device}\nif device == 'cuda':\n    if hvd.nccl_built():\n        rate = 1")
     assert len(findings(script)) == count
 
 
-@pytest.mark.parametrize(("more", "count"), [("", 0), ("args.mode = 1\nargs.mode = 2\n", 1)])
-def test_code_that_needs_another_value_of_a_variable_than_init_has_no_findings(more, count):
+@pytest.mark.parametrize(("assignments", "count"), [("", 0), ("args.mode = 1\nargs.mode = 2\n", 1)])
+def test_code_that_needs_another_value_of_a_variable_than_init_has_no_findings(assignments, count):
     script = source(
-        f"{more}if args.mode == 1:\n    hvd.init()\nif args.mode == 2:\n    if hvd.nccl_built():\n        rate = 1"
+        f"{assignments}if args.mode == 1:\n    hvd.init()\nif args.mode == 2:\n    if hvd.nccl_built():\n        rate = 1"
     )
     assert len(findings(script)) == count
 

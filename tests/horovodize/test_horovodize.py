@@ -215,7 +215,7 @@ def test_scripts_run_on_the_torch_backend(monkeypatch, tmp_path, value):
 
 
 @pytest.mark.usefixtures("unprepared")
-def test_ranks_other_than_0_wait_before_they_print_the_error(monkeypatch, capsys):
+def test_ranks_other_than_0_wait_and_print_the_error_with_their_rank(monkeypatch, capsys):
     waits: list[float] = []
     monkeypatch.setattr("time.sleep", waits.append)
     monkeypatch.setenv("RANK", "1")
@@ -243,7 +243,7 @@ def test_a_help_text_removed_by_python_oo_is_not_an_error(capsys, monkeypatch):
     ("end", "status"), [("pass", None), ("sys.exit(7)", 7), ("sys.exit('why')", "why"), ("raise SystemExit", None)]
 )
 @pytest.mark.usefixtures("unprepared")
-def test_a_script_exits_with_its_own_status(tmp_path, end, status):
+def test_a_script_gets_its_arguments_and_exits_with_its_own_status(tmp_path, end, status):
     script = tmp_path / "script.py"
     script.write_text(
         f"import sys\nsys.modules['__main__'].seen = __name__, __file__, __spec__, sys.argv, sys.path[0]\n{end}\n"
@@ -297,9 +297,9 @@ import horovod
 spec = find_spec("horovod.torch")
 assert spec.origin == "dualtrain", spec
 
-def work(where):
+def work(method):
     assert horovod.__version__ == "0.28.1"
-    print(where, __name__, spec.origin, os.environ["HOROVOD_RANK"], os.environ["HOROVOD_SIZE"], sys.argv[1:], flush=True)
+    print(method, __name__, spec.origin, os.environ["HOROVOD_RANK"], os.environ["HOROVOD_SIZE"], sys.argv[1:], flush=True)
 
 if __name__ == "__main__":
     for method in ("spawn", "forkserver"):

@@ -1840,12 +1840,14 @@ def source(snippet: str) -> Source:
     return Source(f"import torch\nimport horovod.torch as hvd\n{snippet}\n")
 
 
-@pytest.mark.parametrize(("rule", "wrong", "right"), CASES, ids=[f"{case[0]}-{i}" for i, case in enumerate(CASES)])
-def test_a_rule_finds_only_the_marked_line(rule, wrong, right):
-    (finding,) = BY_NAME[rule](source(wrong))
-    assert finding.line == 3 + next(i for i, line in enumerate(wrong.splitlines()) if "HERE" in line)
+@pytest.mark.parametrize(
+    ("rule", "script_with_finding", "script_without_finding"), CASES, ids=[f"{case[0]}-{i}" for i, case in enumerate(CASES)]
+)
+def test_a_rule_finds_only_the_marked_line(rule, script_with_finding, script_without_finding):
+    (finding,) = BY_NAME[rule](source(script_with_finding))
+    assert finding.line == 3 + next(i for i, line in enumerate(script_with_finding.splitlines()) if "HERE" in line)
     assert "; " in finding.message  # the part after the semicolon says what to do
-    assert list(BY_NAME[rule](source(right))) == []
+    assert list(BY_NAME[rule](source(script_without_finding))) == []
 
 
 def test_the_finding_for_a_discarded_scheduler_broadcast_recommends_its_state_dict():
@@ -1855,9 +1857,9 @@ def test_the_finding_for_a_discarded_scheduler_broadcast_recommends_its_state_di
     assert found.message.endswith("; assign the result")
 
 
-@pytest.mark.parametrize("given", ["torch.tensor(epoch)", "tensor=torch.tensor(epoch)"])
-def test_the_finding_for_a_new_tensor_recommends_no_call_that_changes_the_tensor(given):
-    (found,) = BY_NAME["discarded_result"](source(f"hvd.broadcast({given}, root_rank=0)"))
+@pytest.mark.parametrize("argument", ["torch.tensor(epoch)", "tensor=torch.tensor(epoch)"])
+def test_the_finding_for_a_new_tensor_recommends_no_call_that_changes_the_tensor(argument):
+    (found,) = BY_NAME["discarded_result"](source(f"hvd.broadcast({argument}, root_rank=0)"))
     assert found.message.endswith("; assign the result")
 
 
@@ -1986,9 +1988,9 @@ def test_the_finding_for_a_scaled_learning_rate_names_the_factor(factor, words):
 
 
 def test_the_finding_says_whether_norms_or_values_are_clipped():
-    for clip, own in [("clip_grad_norm_", "norm;"), ("clip_grad_value_", "values;")]:
+    for clip, word in [("clip_grad_norm_", "norm;"), ("clip_grad_value_", "values;")]:
         (found,) = BY_NAME["clip_before_synchronize"](source(f"{WRAP}loss.backward()\n{clip}(p, 1)\noptimizer.step()"))
-        assert f"by its own {own}" in found.message
+        assert f"by its own {word}" in found.message
 
 
 def test_only_a_broadcast_after_wrapping_has_a_finding_that_names_the_optimizer_state():
@@ -2236,9 +2238,9 @@ def test_functions_of_other_files_that_call_horovod_are_followed(rule, code, cou
     parsed = parse_scripts([str(tmp_path / name) for name in texts])
     assert len(list(BY_NAME[rule](parsed[str(tmp_path / "train.py")][1]))) == count
     if count:  # the functions may also be in the same file
-        alone = texts["own.py"] + texts["train.py"].replace("own.mean", "mean").replace("own.world", "world")
-        alone = alone.replace("own.is_main", "is_main").replace("if main()", "if is_main()").replace(imports, "")
-        assert len(list(BY_NAME[rule](Source(alone)))) == count
+        one_file = texts["own.py"] + texts["train.py"].replace("own.mean", "mean").replace("own.world", "world")
+        one_file = one_file.replace("own.is_main", "is_main").replace("if main()", "if is_main()").replace(imports, "")
+        assert len(list(BY_NAME[rule](Source(one_file)))) == count
 
 
 @pytest.mark.parametrize("order", list(permutations(["main.py", "util.py", "places.py"])))
@@ -2389,11 +2391,11 @@ def test_folders_that_cannot_be_read_are_named(tmp_path, capsys, monkeypatch):
     assert f"1 that cannot be read ({tmp_path}/closed)" in capsys.readouterr().out
 
 
-def refuse_to_scan(closed, scandir):
-    """Return a ``scandir`` that fails for the folder ``closed``. File permissions would not stop root."""
+def refuse_to_scan(folder, scandir):
+    """Return a ``scandir`` that fails for ``folder``. File permissions would not stop root."""
 
     def scan(path):
-        if path == closed:
+        if path == folder:
             raise PermissionError(13, "Permission denied", path)
         return scandir(path)
 

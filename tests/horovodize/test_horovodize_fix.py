@@ -350,7 +350,7 @@ def test_a_file_that_another_file_of_the_program_loads_is_saved_by_every_rank(tm
 
 
 @pytest.mark.parametrize(
-    ("made", "sent", "repaired"),
+    ("models", "broadcast", "repaired"),
     [
         ("model = torch.nn.Linear(1, 1).cuda()", "hvd.broadcast_parameters(model.state_dict(), 0)", True),
         ("model = Net()\nloss = torch.nn.MSELoss()", "hvd.broadcast_parameters(model.state_dict(), 0)", True),
@@ -367,16 +367,16 @@ def test_a_file_that_another_file_of_the_program_loads_is_saved_by_every_rank(tm
         ),
     ],
 )
-def test_seeds_stay_equal_if_they_make_the_weights_of_a_model_equal(made, sent, repaired):
+def test_seeds_stay_equal_if_they_make_the_weights_of_a_model_equal(models, broadcast, repaired):
     start = f"{HEAD}from torchvision import transforms\nclass Net(torch.nn.Module):\n    pass\ntorch.manual_seed(1)\n"
-    text = repair(Source(f"{start}transforms.RandomCrop(3)\n{made}\n{WRAP}{sent}\n")).source.text
+    text = repair(Source(f"{start}transforms.RandomCrop(3)\n{models}\n{WRAP}{broadcast}\n")).source.text
     assert ("torch.manual_seed(1 + hvd.rank())\n" in text) is repaired
 
 
-@pytest.mark.parametrize(("more", "repaired"), [("", True), ("rank = rank()\n", False), ("for rank in n: go()\n", False)])
-def test_no_repair_calls_a_name_that_may_hold_a_number(more, repaired):
+@pytest.mark.parametrize(("line", "repaired"), [("", True), ("rank = rank()\n", False), ("for rank in n: go()\n", False)])
+def test_no_repair_calls_a_name_that_may_hold_a_number(line, repaired):
     start = START.replace("import dualtrain.hvd as hvd", "from dualtrain.hvd import *").replace("hvd.", "")
-    text = repair(Source(f"{start}{more}torch.save(x, 'x')\n")).source.text
+    text = repair(Source(f"{start}{line}torch.save(x, 'x')\n")).source.text
     assert text.endswith("if rank() == 0:\n    torch.save(x, 'x')\n") is repaired
 
 
@@ -559,7 +559,10 @@ def test_imports_change_only_if_all_files_of_the_program_are_given(tmp_path, cap
 
 
 def test_repaired_scripts_of_random_parts_compile():
-    """Repair scripts that join four random parts of REPAIRS: they still compile, and a second repair changes nothing."""
+    """Repair scripts that join four random parts of REPAIRS: they still compile, and keep their imports.
+
+    A second repair changes nothing.
+    """
     random_order = random.Random(0)
     parts = [before for before, _ in REPAIRS]
     for _ in range(12):

@@ -19,10 +19,10 @@ import sys
 import torch
 import horovod.torch as hvd
 
-def report(model, losses, **more):
+def report(model, losses, **values):
     weights = b"".join(p.detach().numpy().tobytes() for _, p in sorted(model.named_parameters()))
-    more.update(rank=hvd.rank(), size=hvd.size(), losses=losses, weights=hashlib.sha256(weights).hexdigest())
-    sys.stdout.write(f"report {json.dumps(more)}\n")
+    values.update(rank=hvd.rank(), size=hvd.size(), losses=losses, weights=hashlib.sha256(weights).hexdigest())
+    sys.stdout.write(f"report {json.dumps(values)}\n")
 
 def shapes(count):
     # There are four classes. Each image is its class's pattern with added noise.
@@ -165,8 +165,8 @@ from helpers import Mean, network, report, shapes
 
 PASSES, SMALL, WARM_UP, LR = 2, 8, 2, 0.02
 
-def set_lr(epoch, done):
-    fraction = min(1.0, (epoch + done) / WARM_UP)
+def set_lr(epoch, progress):
+    fraction = min(1.0, (epoch + progress) / WARM_UP)
     for group in optimizer.param_groups:
         group["lr"] = LR * PASSES * (1 + fraction * (hvd.size() - 1))
 

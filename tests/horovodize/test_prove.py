@@ -52,13 +52,14 @@ class ExitError(Exception):
 def simulated(tmp_path, monkeypatch):
     """Return a function that trains with two optimizers, one rank after another in this process, and returns the record.
 
-    ``steps`` is the requested number of steps, and ``until`` is the number of steps of the script. ``change`` is called
-    before each step; ``joins`` is the number of calls of ``join`` before training. For ``every``, see :func:`train`.
+    ``steps`` is the requested number of steps, and ``script_steps`` is the number of steps of the script. ``change`` is
+    called before each step; ``joins`` is the number of calls of ``join`` before training. ``defects`` are recorded as
+    reproduced on each rank. For ``period``, see :func:`train`.
     """
     monkeypatch.setattr(recorder.os, "_exit", lambda status: (_ for _ in ()).throw(ExitError))
     count = iter(range(99))
 
-    def simulate(change=lambda **_: None, ranks=2, steps=STEPS, until=STEPS, defects=(), every=1, joins=0):
+    def simulate(change=lambda **_: None, ranks=2, steps=STEPS, script_steps=STEPS, defects=(), period=1, joins=0):
         folder = tmp_path / str(next(count))
         for rank in range(ranks):
             record = recorder.Record(str(folder), rank)
@@ -69,7 +70,7 @@ def simulated(tmp_path, monkeypatch):
             for _ in range(joins):
                 library.join()
             try:
-                train(library, rank, until, change, every)
+                train(library, rank, script_steps, change, period)
                 watch.end("return", 0)
             except ExitError:
                 pass
@@ -80,7 +81,10 @@ def simulated(tmp_path, monkeypatch):
 
 
 def stub(rank, size):
-    """Return a stub of ``horovod.torch``. Its ``DistributedOptimizer`` subclasses the optimizer, but averages nothing."""
+    """Return a stub of ``horovod.torch``.
+
+    Its ``DistributedOptimizer`` returns an instance of a subclass of the optimizer's class, but averages nothing.
+    """
 
     def distributed_optimizer(optimizer, named_parameters=None):
         cls = type("Wrapped", (type(optimizer),), {})
@@ -98,8 +102,8 @@ def stub(rank, size):
     return library
 
 
-def train(library, rank, until, change, every):
-    """Train two models; the second model's optimizer steps only once in ``every`` steps."""
+def train(library, rank, steps, change, period):
+    """Train two models; the second model's optimizer steps only once in ``period`` steps."""
     torch.manual_seed(3)
     models = nn.Linear(4, 3), nn.Linear(3, 2)
     for model in models[::-1]:
@@ -111,9 +115,9 @@ def train(library, rank, until, change, every):
         library.DistributedOptimizer(one, named_parameters=model.named_parameters())
         for one, model in zip(inner, models, strict=True)
     ]
-    for step in range(1, until + 1):
+    for step in range(1, steps + 1):
         change(rank=rank, step=step, models=models, optimizers=optimizers)
-        for optimizer, model in list(zip(optimizers, models, strict=True))[: 1 if step % every else 2]:
+        for optimizer, model in list(zip(optimizers, models, strict=True))[: 1 if step % period else 2]:
             optimizer.zero_grad()
             model(torch.full((2, model.in_features), step + rank / 2)).square().mean().backward()
             optimizer.step()
@@ -187,7 +191,7 @@ def test_the_recorder_does_not_keep_deleted_optimizers_alive(tmp_path):
 
 
 def test_a_script_that_ends_before_the_last_step_is_recorded_too(simulated):
-    run = simulated(steps=20, until=3)
+    run = simulated(steps=20, script_steps=3)
     assert run.steps == 3
     assert {rank.end.reason for rank in run.ranks} == {"return"}
     assert verdict_of(Evidence([run], [run]), []).line.startswith("same bits for 3 steps, all that the script takes")
@@ -356,7 +360,7 @@ def test_the_verdict_on_equal_runs_is_same_bits(simulated):
 
 
 def test_tensors_that_differ_after_the_last_step_are_found(simulated):
-    """Compare all broadcast tensors at the end: BatchNorm's averages too, and weights that no hvd optimizer updates."""
+    """Compare all broadcast tensors at the end, also buffers, which no optimizer updates."""
 
     def change_buffer(models, optimizers):
         models[1].average += 1e-3
@@ -372,7 +376,7 @@ def test_tensors_that_differ_after_the_last_step_are_found(simulated):
     assert verdict.status == 1
     assert verdict.line.startswith(f"differs at the end, after step {STEPS}, in 'average' by 1e-03 relative on rank 1: ")
     # Runs that end at different steps, and records without these tensors, are compared by the weights after each step.
-    assert first_difference(simulated(steps=2, until=2), other) is None
+    assert first_difference(simulated(steps=2, script_steps=2), other) is None
     for rank in other.ranks:
         rank.state = []
     assert first_difference(one, other) is None
@@ -383,7 +387,7 @@ def test_tensors_that_differ_after_the_last_step_are_found(simulated):
             if flips:
                 models[0].bias.data.copy_(models[0].bias.flip(0))  # another order of the values has the same checksum
 
-        return simulated(at(4, 0, act), steps=20, until=4)
+        return simulated(at(4, 0, act), steps=20, script_steps=4)
 
     found = first_difference(with_last_order(False), with_last_order(True))
     assert (found.names, found.at_end) == (("bias",), True)
@@ -492,7 +496,7 @@ def test_the_earliest_difference_of_several_optimizers_is_reported(simulated):
         if (rank, step) in ((1, 5), (0, 6)):
             optimizers[step - 5].param_groups[0]["lr"] = 0.2
 
-    found = first_difference(simulated(every=2), simulated(change, every=2))
+    found = first_difference(simulated(period=2), simulated(change, period=2))
     assert (found.step, found.optimizer, found.rank) == (5, 0, 1)  # optimizer 1 differs later, at step 6 of the script
 
 
@@ -507,12 +511,12 @@ def test_a_difference_that_no_defect_explains_is_found_by_time_not_step_number(s
         if step == 6:
             optimizers[1].param_groups[0]["lr"] = 0.3
 
-    def both(**given):
-        explained(**given)
-        unexplained(**given)
+    def both(**arguments):
+        explained(**arguments)
+        unexplained(**arguments)
 
-    compat = simulated(unexplained, every=2, defects=[("it takes a step", "train.py", 12)])
-    evidence = Evidence([simulated(every=2)], [simulated(both, every=2)], compat)
+    compat = simulated(unexplained, period=2, defects=[("it takes a step", "train.py", 12)])
+    evidence = Evidence([simulated(period=2)], [simulated(both, period=2)], compat)
     verdict = verdict_of(evidence, [])
     assert (verdict.difference.step, verdict.difference.optimizer) == (3, 1)
     assert "once these defects of Horovod are reproduced (it takes a step): " in verdict.line
@@ -524,7 +528,7 @@ def test_a_difference_that_no_defect_explains_is_found_by_time_not_step_number(s
 
 
 def test_the_verdict_describes_runs_that_end_differently(simulated):
-    short = simulated(until=3)
+    short = simulated(script_steps=3)
     assert different_end(simulated(), short) == f"optimizer 0 of rank 0 takes {STEPS} steps on Horovod and 3 with dualtrain"
     assert verdict_of(Evidence([simulated()], [short]), []).status == 1
     verdict = verdict_of(Evidence([short], [], failure="the script failed"), [])
@@ -539,7 +543,9 @@ def test_a_difference_is_attributed_to_a_defect_of_horovod(simulated):
     assert "once these defects of Horovod are reproduced: it takes a step" in verdict.line
     assert "train.py:12: it takes a step" in verdict.details
     assert any("without these defects" in line and "from step 0 on" in line for line in verdict.details)
-    evidence.compat = simulated(at(1, 0, nudge), until=3, defects=met)  # the same bits, but the script takes fewer steps
+    evidence.compat = simulated(
+        at(1, 0, nudge), script_steps=3, defects=met
+    )  # the same bits, but the script takes fewer steps
     assert verdict_of(evidence, []).status == 1
     evidence.compat = simulated(at(4, 0, nudge), defects=met)
     verdict = verdict_of(evidence, [])
@@ -577,16 +583,18 @@ def scaled_by(factor):
 
 
 @pytest.mark.parametrize(
-    ("spread", "apart", "status", "begins"),
+    ("spread", "relative", "status", "begins"),
     [
         (1e-4, 0.5e-4, 0, "within twice the script's own spread"),
         (1e-4, 1e-2, 1, "differs by more than twice the script's own spread"),
         (0.5, 0.1, 1, "not repeatable, so nothing is proven"),
     ],
 )
-def test_an_unrepeatable_script_is_compared_with_the_spread_of_its_horovod_runs(spread, apart, status, begins, simulated):
+def test_an_unrepeatable_script_is_compared_with_the_spread_of_its_horovod_runs(
+    spread, relative, status, begins, simulated
+):
     horovod = [simulated(), simulated(scaled_by(1 + spread))]
-    evidence = Evidence(horovod, [simulated(scaled_by(1 + apart))])
+    evidence = Evidence(horovod, [simulated(scaled_by(1 + relative))])
     verdict = verdict_of(evidence, [])
     assert (verdict.status, verdict.line.startswith(begins)) == (status, True), verdict.line
     assert verdict.details[0].startswith("not repeatable: two runs on Horovod differ before the first step in 'weight'")
@@ -594,7 +602,7 @@ def test_an_unrepeatable_script_is_compared_with_the_spread_of_its_horovod_runs(
 
 
 def test_the_distance_between_unrepeatable_runs_names_the_compared_step(simulated):
-    short = [simulated(scaled_by(factor), steps=2, until=2) for factor in (1 + 1e-4, 1 + 2e-4)]
+    short = [simulated(scaled_by(factor), steps=2, script_steps=2) for factor in (1 + 1e-4, 1 + 2e-4)]
     horovod = [simulated(), short[0]]
     verdict = verdict_of(Evidence(horovod, [simulated(), short[1]]), [])
     between = [distance(a, b) for a in horovod for b in (simulated(), short[1])]
@@ -620,9 +628,9 @@ def test_a_script_that_is_repeatable_only_on_horovod_fails_the_proof(simulated):
     assert (verdict.status, verdict.line.split(":")[0]) == (0, "within twice the script's own spread")
 
 
-@pytest.mark.parametrize(("apart", "status"), [(1e-5, 0), (0.1, 1)])
-def test_a_record_of_another_platform_is_compared_within_a_tolerance(apart, status, simulated):
-    here, there = simulated(scaled_by(1 + apart)), simulated()
+@pytest.mark.parametrize(("relative", "status"), [(1e-5, 0), (0.1, 1)])
+def test_a_record_of_another_platform_is_compared_within_a_tolerance(relative, status, simulated):
+    here, there = simulated(scaled_by(1 + relative)), simulated()
     there.ranks[0].start["processor"] = "another"
     verdict = verdict_of(Evidence([there], [here], recorded=True), [])
     assert (verdict.status, "(processor another, here one)" in verdict.line) == (status, True)
@@ -636,10 +644,10 @@ def test_a_record_of_another_platform_is_compared_within_a_tolerance(apart, stat
 def test_optimizer_options_must_equal_those_in_the_record_of_another_platform(simulated):
     """Compare options at each recorded step; if Horovod's defects change them, use the run that reproduces the defects."""
 
-    def rate_at(last, rate):
+    def rate_at(changed_step, rate):
         def change(rank, step, models, optimizers):
             scaled_by(1 + 1e-6)(rank, step, models, optimizers)
-            if (rank, step) == (0, last):
+            if (rank, step) == (0, changed_step):
                 optimizers[0].param_groups[0]["lr"] = rate
 
         return change
@@ -651,7 +659,7 @@ def test_optimizer_options_must_equal_those_in_the_record_of_another_platform(si
     assert (verdict.status, "the optimizer's 'lr' is 0.2 on Horovod and 0.1 with" in verdict.line) == (1, True)
     verdict = verdict_of(Evidence([there], [here], compat, recorded=True), [])
     assert (verdict.status, verdict.line.split(": ")[-1]) == (0, "it leaves out options")
-    compat = simulated(rate_at(1, 0.2), until=3, defects=[("it leaves out options", "train.py", 12)])
+    compat = simulated(rate_at(1, 0.2), script_steps=3, defects=[("it leaves out options", "train.py", 12)])
     assert verdict_of(Evidence([there], [here], compat, recorded=True), []).status == 1
     there = simulated()
     there.ranks[0].start["processor"] = "another"
@@ -682,12 +690,12 @@ def test_a_difference_comparable_to_the_weight_updates_is_not_tolerated(simulate
     verdict = verdict_of(Evidence([there, here], [here]), [])
     assert (verdict.status, verdict.line.split(":")[0]) == (1, "not repeatable, so nothing is proven")
 
-    def other_rate(rank, step, models, optimizers):
+    def slightly_higher_rate(rank, step, models, optimizers):
         slow(0)(rank, step, models, optimizers)
         if step == 3:
             optimizers[0].param_groups[0]["lr"] = 1.01e-6
 
-    verdict = verdict_of(Evidence([there], [simulated(other_rate)], recorded=True), [])
+    verdict = verdict_of(Evidence([there], [simulated(slightly_higher_rate)], recorded=True), [])
     assert (verdict.status, "the optimizer's 'lr' is 1e-06 on Horovod and 1.01e-06" in verdict.line) == (1, True)
 
 
@@ -794,6 +802,7 @@ def test_causes_are_found_in_the_modules_beside_the_script(tmp_path, monkeypatch
 
 @pytest.fixture
 def record(simulated, tmp_path):
+    """Return the folder of a record of two ranks."""
     simulated()
     return tmp_path / "0"
 
@@ -874,17 +883,17 @@ def test_a_damaged_record_is_refused(damage, message, record):
 
 
 @pytest.mark.parametrize(
-    ("last", "message"),
+    ("ending", "message"),
     [
         ({"reason": "error", "status": 1, "error": "ValueError: no"}, f"rank 1 failed after step {STEPS}: ValueError: no;"),
         ({"reason": "exit", "status": 3}, f"rank 1 failed after step {STEPS}: exit status 3;"),
         (None, f"rank 1 was killed after step {STEPS}, or its file is cut off"),
     ],
 )
-def test_the_record_of_a_script_that_failed_is_refused(last, message, record, tmp_path, capsys):
+def test_the_record_of_a_script_that_failed_is_refused(ending, message, record, tmp_path, capsys):
     path = record / "rank-1.jsonl"
     *lines, end = path.read_text().splitlines()
-    lines += [] if last is None else [json.dumps({**json.loads(end), **last})]
+    lines += [] if ending is None else [json.dumps({**json.loads(end), **ending})]
     path.write_text("\n".join(lines) + "\n")
     script = tmp_path / "script.py"
     script.write_text("")
@@ -907,7 +916,7 @@ def test_the_rank_that_caused_the_failure_is_named(record):
             launch._check(read_record(record), "Horovod", 1, None, record / "log")
 
 
-def test_final_tensors_are_compared_in_any_order(record):
+def test_the_order_of_the_final_tensors_in_a_record_does_not_matter(record):
     before = read_record(record)
     for path in record.glob("rank-*.jsonl"):
         *steps, state, end = map(json.loads, path.read_text().splitlines())
@@ -1010,19 +1019,21 @@ def wait_until_signals_are_ignored(pid):
 def hold_workspace(connection):
     with workspace() as space:
         sleeping = ["sleep", "60"]
-        left = subprocess.Popen(sleeping, env={**os.environ, **space.variables}, start_new_session=True)
-        while marked(space.mark) != [left.pid]:  # during exec, /proc shows no environment for a moment
+        child = subprocess.Popen(sleeping, env={**os.environ, **space.variables}, start_new_session=True)
+        while marked(space.mark) != [child.pid]:  # during exec, /proc shows no environment for a moment
             time.sleep(0.01)
-        connection.send((space, left.pid))
+        connection.send((space, child.pid))
         connection.recv()
-    connection.send("left")
+    connection.send("closed")
     connection.recv()
 
 
-# killed: whether the process that runs ``with workspace()`` is killed.
-# sent: the signal to the process that removes the folders.
-@pytest.mark.parametrize(("killed", "sent"), [(False, None), (True, None), (True, signal.SIGTERM), (False, signal.SIGKILL)])
-def test_processes_and_folders_of_the_runs_are_removed(killed, sent, tmp_path, monkeypatch):
+# kills_holder: whether the process that runs ``with workspace()`` is killed.
+# cleaner_signal: the signal to the process that removes the folders; None: no signal.
+@pytest.mark.parametrize(
+    ("kills_holder", "cleaner_signal"), [(False, None), (True, None), (True, signal.SIGTERM), (False, signal.SIGKILL)]
+)
+def test_processes_and_folders_of_the_runs_are_removed(kills_holder, cleaner_signal, tmp_path, monkeypatch):
     """The runs' processes and folders disappear when ``with workspace()`` ends or the process that runs it is killed.
 
     Batch systems send SIGTERM to all processes of a job, including the process that removes the folders.
@@ -1036,18 +1047,18 @@ def test_processes_and_folders_of_the_runs_are_removed(killed, sent, tmp_path, m
     space, pid = ours.recv()
     folders = [folder for folder in (space.folder, space.shared) if folder is not None]
     assert (marked(space.mark), [folder.is_dir() for folder in folders]) == ([pid], [True] * len(folders))
-    if sent is not None:
+    if cleaner_signal is not None:
         children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split()
         [cleaner] = [int(child) for child in children if int(child) != pid]
-        if sent == signal.SIGTERM:
+        if cleaner_signal == signal.SIGTERM:
             wait_until_signals_are_ignored(cleaner)
-        os.kill(cleaner, sent)
-    if killed:
+        os.kill(cleaner, cleaner_signal)
+    if kills_holder:
         holder.kill()
     else:
-        ours.send("leave")
-        assert ours.recv() == "left"
-    deadline = time.monotonic() + (60 if killed else 0)
+        ours.send("close")
+        assert ours.recv() == "closed"
+    deadline = time.monotonic() + (60 if kills_holder else 0)
     while (
         left := [marked(space.mark), *(folder for folder in folders if folder.exists())]
     ) and time.monotonic() < deadline:
@@ -1060,9 +1071,9 @@ def test_processes_and_folders_of_the_runs_are_removed(killed, sent, tmp_path, m
 
 
 @pytest.mark.parametrize(
-    ("number", "status", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")]
+    ("number", "status", "words"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")]
 )
-def test_a_signal_prints_one_line_and_ends_the_runs(number, status, said, capsys):
+def test_a_signal_prints_one_line_and_ends_the_runs(number, status, words, capsys):
     """Send a second signal while the first one is handled: the runs must still be ended."""
     ended = []
     before = signal.getsignal(signal.SIGTERM)  # coverage may have set a handler
@@ -1078,7 +1089,7 @@ def test_a_signal_prints_one_line_and_ends_the_runs(number, status, said, capsys
     with pytest.raises(SystemExit) as seen, ending_by_signals("nothing was compared"):
         run()
     assert (seen.value.code, ended) == (status, ["the runs"])
-    assert capsys.readouterr().err == f"dualtrain: error: {said}; nothing was compared\n"
+    assert capsys.readouterr().err == f"dualtrain: error: {words}; nothing was compared\n"
     assert signal.getsignal(signal.SIGTERM) == before
     earlier = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
     with ending_by_signals("nothing was compared"):
@@ -1098,7 +1109,7 @@ def test_an_interrupt_during_the_imports_prints_one_line(monkeypatch, capsys):
 
 LONG = 50
 MET = [("it takes a step", "train.py", 12)]
-RECORDS = {}
+RECORDS = {}  # cache of ``collected``: (key of ``CHANGES``, number of steps) → record
 
 
 def shift(models, optimizers):
@@ -1123,7 +1134,10 @@ CHANGES = {
 
 
 def slowly(changed_step, act):
-    """Return a change that calls ``act`` before one step, and sets a low learning rate, so that 50 steps do not diverge."""
+    """Return a change that calls ``act`` on rank 0 before one step.
+
+    It also sets the momentum to 0, and a low learning rate, because with a higher one 50 steps would diverge.
+    """
 
     def change(rank, step, models, optimizers):
         if step == 1:
@@ -1152,8 +1166,8 @@ def collected(simulated, monkeypatch):
 
     def record_of(name, steps):
         if (name, steps) not in RECORDS:
-            until = min(steps, 30) if name == "fewer steps" else steps
-            RECORDS[name, steps] = simulated(slowly(*CHANGES[name]), ranks=1, steps=steps, until=until)
+            script_steps = min(steps, 30) if name == "fewer steps" else steps
+            RECORDS[name, steps] = simulated(slowly(*CHANGES[name]), ranks=1, steps=steps, script_steps=script_steps)
         return RECORDS[name, steps]
 
     def collected(script, rounds=3):
@@ -1191,7 +1205,7 @@ ONCE = "once these defects of Horovod are reproduced (it takes a step)"
 
 
 @pytest.mark.parametrize(
-    ("script", "rounds", "further", "verdict"),
+    ("script", "rounds", "later_runs", "verdict"),
     [
         (Script(), 3, SPEED, SAME),
         (Script(), 1, [], SAME),
@@ -1248,15 +1262,15 @@ ONCE = "once these defects of Horovod are reproduced (it takes a step)"
         ),
     ],
 )
-def test_all_runs_together_take_fewer_than_three_times_the_steps_of_one_run(script, rounds, further, verdict, collected):
+def test_all_runs_together_take_fewer_than_three_times_the_steps_of_one_run(script, rounds, later_runs, verdict, collected):
     evidence, runs = collected(script, rounds)
-    assert runs == FIRST[script.recorded :] + further
+    assert runs == FIRST[script.recorded :] + later_runs
     assert sum(steps for kind, steps in runs if (kind, script.compat) != ("compat", "fails")) < 3 * LONG
     assert verdict_of(evidence, []).line.startswith(verdict)
 
 
 @pytest.mark.parametrize(
-    ("script", "rounds", "further", "verdict"),
+    ("script", "rounds", "later_runs", "verdict"),
     [
         # The weights differ in the last step: only a full run shows whether Horovod's runs agree.
         (Script(compat="step 50", plain="step 50"), 3, [("Horovod", 50)], "differs from step 50"),
@@ -1273,9 +1287,9 @@ def test_all_runs_together_take_fewer_than_three_times_the_steps_of_one_run(scri
         ),
     ],
 )
-def test_full_runs_are_added_if_short_runs_would_prove_less(script, rounds, further, verdict, collected):
+def test_full_runs_are_added_if_short_runs_would_prove_less(script, rounds, later_runs, verdict, collected):
     evidence, runs = collected(script, rounds)
-    assert runs == FIRST + further
+    assert runs == FIRST + later_runs
     assert verdict_of(evidence, []).line.startswith(verdict)
     assert evidence.compat is None
 
