@@ -26,7 +26,7 @@ def exchanged(backend, others_done):
     if backend.rank == 2:
         assert others_done.wait(TIMEOUT), "the messages to rank 2 have delayed those to the other ranks"
     numbers = [answer["exchange"] for answer in islice(answers, _MESSAGES)]
-    others_done.arrived()
+    others_done.arrive()
     if backend.rank == 2:
         end.send({"kind": "shutdown", "why": "the test has ended"})
     assert next(answers) == {"do": "down", "why": "the test has ended"}
@@ -44,7 +44,7 @@ class _Both:
     def __deepcopy__(self, memo):
         return self
 
-    def arrived(self):
+    def arrive(self):
         self._arrivals.append(None)
         if len(self._arrivals) == 2:
             self._both.set()

@@ -284,10 +284,10 @@ def test_only_variables_without_an_effect_are_logged_as_ignored(caplog):
 # -- calls that wait for each other -----------------------------------------------------------------------------
 
 
-def block(harness, rank, name, number=0):
+def block(harness, rank, name, set_id=0):
     """Call ``name`` on a process set, and report that the rank's main thread waits for this call."""
-    harness.receive(rank, name=name, set=number, op=1)
-    harness.coordinator.receive(rank, {"kind": "blocked", "call": "allreduce", "name": name, "set": number})
+    harness.receive(rank, name=name, set=set_id, op=1)
+    harness.coordinator.receive(rank, {"kind": "blocked", "call": "allreduce", "name": name, "set": set_id})
 
 
 def test_calls_that_wait_for_each_other_fail():
@@ -309,7 +309,7 @@ def test_calls_that_wait_for_each_other_fail():
     assert harness.answers(0, "do", "name") == [("run", "pending")]
 
 
-def test_the_report_of_a_wait_expires_after_an_interrupt_of_the_wait():
+def test_the_report_of_a_wait_expires_if_the_rank_does_not_repeat_it():
     harness = Harness(2)
     block(harness, 0, "a")
     harness.look(6)

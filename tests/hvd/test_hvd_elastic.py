@@ -610,11 +610,11 @@ def test_users_can_register_their_own_handlers(sent):
 # -- the sampler --------------------------------------------------------------------------------------------------
 
 
-def split(kind, samples, size, *, shuffle=True, seed=0, epoch=0, processed=0):
-    """Return, for each rank of a world of ``size``, the samples and attributes of its sampler from the library ``kind``."""
+def split(library, samples, size, *, shuffle=True, seed=0, epoch=0, processed=0):
+    """Return, for each rank of a world of ``size``, the samples and attributes of its sampler from ``library``."""
     found = []
     for rank in range(size):
-        if kind == "dualtrain":
+        if library == "dualtrain":
             cls, module = elastic.ElasticSampler, sampler
         else:
             import horovod.torch.elastic.sampler as module

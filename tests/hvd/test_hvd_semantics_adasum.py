@@ -51,8 +51,8 @@ def reductions(backend):
             for kind, one in zip(KINDS, found, strict=True):
                 np.testing.assert_allclose(one.double(), wanted[kind], atol=near, err_msg=kind)
                 assert one.dtype == dtype
-            alone = hvd.allreduce_(tensors[0], op=hvd.Adasum)
-            np.testing.assert_allclose(alone.double(), wanted["random"], atol=near)
+            result = hvd.allreduce_(tensors[0], op=hvd.Adasum)
+            np.testing.assert_allclose(result.double(), wanted["random"], atol=near)
             assert all(torch.equal(a, b) for a, b in zip(tensors[1:], kept[1:], strict=True))
         scaled = hvd.allreduce(kept[0].float(), op=hvd.Adasum, prescale_factor=2.0, postscale_factor=0.5)
         np.testing.assert_allclose(scaled.double(), wanted["random"], atol=5e-3)
@@ -67,19 +67,22 @@ def test_adasum_equals_another_implementation(real):
 
 
 def steps_of_deltas(backend, optimizer_class, options):
-    """Compare steps of an Adasum optimizer with a reference that combines the ranks' weight changes. Return the weights."""
+    """Compare steps of an Adasum optimizer with a reference that combines the ranks' weight changes. Return the weights.
+
+    Such an optimizer refuses ``skip_synchronize``.
+    """
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         weights = torch.nn.Parameter(torch.linspace(-1, 1, 6))
         optimizer = hvd.DistributedOptimizer(optimizer_class([weights], **options), [("weights", weights)], op=hvd.Adasum)
         alone = [torch.nn.Parameter(weights.detach().clone()) for _ in range(size)]
-        theirs = [optimizer_class([p], **options) for p in alone]
+        plain_optimizers = [optimizer_class([p], **options) for p in alone]
         for step in range(3):
             start = weights.detach().double().numpy().copy()
-            for r, (p, own) in enumerate(zip(alone, theirs, strict=True)):
+            for r, (p, plain_optimizer) in enumerate(zip(alone, plain_optimizers, strict=True)):
                 p.data.copy_(weights.data)
                 p.grad = torch.sin(torch.arange(6.0) * (r + 1) + step)
-                own.step()
+                plain_optimizer.step()
             wanted = start + reference([p.detach().double().numpy() - start for p in alone])
             (weights * torch.sin(torch.arange(6.0) * (me + 1) + step)).sum().backward()
             optimizer.synchronize()  # has no effect with Adasum

@@ -17,10 +17,10 @@ def model_of(seed=3):
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
 
 
-def trained(hvd, model, optimizer, steps=3, before=lambda step: None, factor=3):
+def trained(hvd, model, optimizer, steps=3, before_step=lambda step: None, factor=3):
     """Train, with different data on each rank; return all weights after the last step."""
     for step in range(steps):
-        before(step)
+        before_step(step)
         x = torch.linspace(-1, 1 + step + hvd.rank(), 20).view(5, 4).to(model[0].weight.dtype)
         (model(x).float().square().mean() * factor).backward()
         optimizer.step()
@@ -72,7 +72,7 @@ def frozen(hvd, **options):
     model = model_of()
     inner = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, weight_decay=0.5)
     optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), **options)
-    return trained(hvd, model, optimizer, before=lambda step: model[0].requires_grad_(step == 0))
+    return trained(hvd, model, optimizer, before_step=lambda step: model[0].requires_grad_(step == 0))
 
 
 def unfrozen(hvd):
@@ -80,7 +80,7 @@ def unfrozen(hvd):
     model = model_of()
     model[0].requires_grad_(False)
     optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
-    return trained(hvd, model, optimizer, before=lambda step: model[0].requires_grad_(step > 0))
+    return trained(hvd, model, optimizer, before_step=lambda step: model[0].requires_grad_(step > 0))
 
 
 def added(hvd):
@@ -166,10 +166,10 @@ CASES = {
 }
 
 
-def defective(backend, titles, compatible):
-    """Return, for each case, the resulting tensors and the recorded defects with their files."""
+def defective(backend, titles, compat_mode):
+    """Return, for each case in ``titles``, the resulting tensors and the recorded defects with their files."""
     found = {}
-    env = {"DUALTRAIN_HVD_COMPAT": "1"} if compatible else {}
+    env = {"DUALTRAIN_HVD_COMPAT": "1"} if compat_mode else {}
     with library(backend, **env) as hvd:
         for title in titles:
             compat._reproduced.clear()
@@ -178,6 +178,7 @@ def defective(backend, titles, compatible):
     return found
 
 
+#: Results in the torch world, for the comparison in the Horovod world: "torch" in compat mode, "plain" without it.
 RESULTS = {}
 
 

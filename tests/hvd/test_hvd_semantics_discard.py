@@ -31,9 +31,9 @@ class Program:
         self.optimizer.synchronize()
         with self.optimizer.skip_synchronize():
             self.optimizer.step()
-        found = [self.a.grad[-1].item(), self.b.grad[-1].item()]
+        gradients = [self.a.grad[-1].item(), self.b.grad[-1].item()]
         self.optimizer.zero_grad(set_to_none)
-        return found
+        return gradients
 
     def discard(self, *, set_to_none=True):
         self.optimizer.load_state_dict(self.state)
@@ -163,7 +163,7 @@ def test_a_step_that_only_one_rank_discards_ends_the_world(real, op, uses_b):
 
 
 def while_joined(backend, op):
-    """Discard steps while the last rank waits in ``join``, and after ``join`` has returned."""
+    """Discard steps on the last rank before it joins, on the others while it waits, and on all ranks after ``join``."""
     with library(backend) as hvd:
         rank, size = hvd.rank(), hvd.size()
         program = Program(hvd, op)

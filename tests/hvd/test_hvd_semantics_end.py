@@ -189,7 +189,7 @@ def elastic(backend):
 def test_elastic_training_continues_after_a_failure(real):
     results = real(elastic)
     assert results == results[:1] * real.size
-    real.leave()
+    real.leave()  # one of the world's exchanges was interrupted
 
 
 def traced(backend, folder):
@@ -255,7 +255,10 @@ def test_a_call_on_a_process_set_has_one_line_on_the_timeline(real, tmp_path):
 
 
 def traced_late(backend, folder):
-    """Make a call on rank 1 before rank 0 starts the timeline; then take two optimizer steps on both ranks."""
+    """Make a call on rank 1 before rank 0 starts the timeline; then take two optimizer steps on both ranks.
+
+    Take one more step after the timeline has ended.
+    """
     with library(backend) as hvd:
         handle = hvd.allreduce_async(torch.ones(2), name="early") if hvd.rank() else None
         time.sleep(0.3 * (1 - hvd.rank()))  # on rank 0: time for rank 1's request to arrive
@@ -433,8 +436,8 @@ hvd.allreduce(torch.ones(2), name="loss")
 """
 
 
-@pytest.mark.parametrize("when", ["at once", "late"])
-def test_an_uncaught_exception_of_a_rank_is_named_in_the_error_of_the_other_rank(tmp_path, when):
-    ends = run_ranks(2, ("-c", RAISING, when), tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+@pytest.mark.parametrize("timing", ["at once", "late"])
+def test_an_uncaught_exception_of_a_rank_is_named_in_the_error_of_the_other_rank(tmp_path, timing):
+    ends = run_ranks(2, ("-c", RAISING, timing), tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert [end.returncode for end in ends] == [1, 1]
     assert "HorovodInternalError: rank 1 stopped: ValueError: a bug on one rank" in ends[0].stderr

@@ -10,12 +10,12 @@ import torch
 from tests.hvd.worlds import EVERY, OURS_2, OURS_3, library, mean_of_ranks, sum_of_ranks
 
 
-def gradient(call, x, mine):
-    """Return the gradient of ``x`` if each element of the output has the gradient ``mine``."""
+def gradient(call, x, output_gradient):
+    """Return the gradient of ``x`` if each element of the output has the gradient ``output_gradient``."""
     x = x.clone().requires_grad_()
     results = call(x)
     results = list(results) if isinstance(results, list | tuple) else [results]
-    torch.autograd.backward(results, [torch.full_like(r, mine) for r in results])
+    torch.autograd.backward(results, [torch.full_like(r, output_gradient) for r in results])
     return x.grad.tolist()
 
 
@@ -114,7 +114,10 @@ def test_backward_works_through_operations_in_a_process_set(real):
 
 
 def through_a_model(backend):
-    """Differentiate through a call in the middle of a model; integer results have no gradient."""
+    """Differentiate through a call in the middle of a model, and twice through a broadcast.
+
+    Integer results have no gradient.
+    """
     with library(backend) as hvd:
         size = hvd.size()
         weight = torch.ones(2, 2, requires_grad=True)
