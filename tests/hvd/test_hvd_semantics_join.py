@@ -74,7 +74,7 @@ def test_joined_ranks_contribute_the_identity_element_in_dualtrain_and_zeros_in_
 
 
 def afterwards(backend):
-    """Join several times; check the rank that joined last, later unnamed calls, and the divisor of averages."""
+    """Join several times; all ranks get an equal result. Check later unnamed calls, and the divisor of averages."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         x = torch.tensor([me + 1.0])
@@ -111,7 +111,7 @@ def test_ranks_can_join_repeatedly_and_make_calls_afterwards(real):
 
 
 def optimizers(backend, divide_by, op_name, passes, on_cpu=True):
-    """Train with 2 + r batches on rank r. A rank joins after its last batch, and contributes zeros to later steps."""
+    """Take 2 + r steps on rank r. A rank joins after its last step, and contributes zeros to later steps."""
     # With on_cpu=False, the optimizer runs its code for GPUs: it reads the number of joined ranks only if a rank may have
     # joined.
     with library(backend) as hvd, mock.patch("dualtrain.hvd.channel_reducer._are_on_cpu", return_value=on_cpu):
@@ -162,7 +162,8 @@ def test_optimizers_step_while_a_rank_has_joined(real, divide_by, op, passes, on
 def equal_names(backend, ops, backwards):
     """Join on rank 1 without any step. The other ranks step two optimizers of parameters with the same name.
 
-    Each optimizer steps after two backward passes; ``backwards`` is the order of these passes.
+    Each optimizer steps after two backward passes; ``backwards`` is the order of these passes. After ``join``, all ranks
+    step both optimizers.
     """
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
@@ -261,7 +262,7 @@ def train(p, optimizer, steps):
 
 
 def frozen_at_the_end(backend):
-    """Join with a model that is frozen at that moment, as a GAN's discriminator is during the generator's step."""
+    """Join on the last rank with a model that is frozen then, as a GAN's discriminator is in the generator's step."""
     with library(backend) as hvd:
         p = torch.nn.Parameter(torch.zeros(2))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], lr=1.0), [("p", p)])
@@ -307,8 +308,8 @@ def optimizers_of_three_worlds(backend):
     optimizers: list = []
     for world in range(3):
         with library(backend) as hvd:
-            made = [params[world]] if hvd.rank() == 0 else params if world == 2 else []
-            optimizers += [hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], op=hvd.Sum) for p in made]
+            to_wrap = [params[world]] if hvd.rank() == 0 else params if world == 2 else []
+            optimizers += [hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], op=hvd.Sum) for p in to_wrap]
             if world < 2:
                 continue
             if hvd.rank() == 0:
@@ -350,10 +351,10 @@ def other_numbers(backend, op):
     """Join on rank 1 without any step. Rank 0 makes three optimizers for parameters with the same name, rank 1 two."""
     with library(backend) as hvd:
         params = [torch.nn.Parameter(torch.zeros(3)) for _ in range(3 - hvd.rank())]
-        made = [hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], op=getattr(hvd, op)) for p in params]
+        optimizers = [hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)], op=getattr(hvd, op)) for p in params]
 
         def step_and_join():
-            train(params[-1], made[-1], 1 if hvd.rank() == 0 else 0)
+            train(params[-1], optimizers[-1], 1 if hvd.rank() == 0 else 0)
             hvd.join()
             hvd.allreduce(torch.ones(1), name="later")  # with Max, rank 0's join() may return before rank 1 ends the world
 

@@ -25,19 +25,19 @@ class Program:
         return [self.a[0].item(), self.b[0].item()]
 
 
-def in_the_next_world(backend, op, before):
-    """Keep an optimizer over ``shutdown`` and ``init``. Unfreeze a parameter before or after ``init``.
+def in_the_next_world(backend, op, unfrozen_before):
+    """Keep an optimizer over ``shutdown`` and a second ``init``. Unfreeze a parameter before or after this ``init``.
 
-    If ``before`` is empty, unfreeze it after ``init``. If ``before`` ends with "already added
-    on rank 0", rank 0 alone adds the parameter to the layout before ``shutdown``.
+    If ``unfrozen_before`` is empty, unfreeze it after this ``init``. If ``unfrozen_before`` ends with "already added on
+    rank 0", rank 0 alone adds the parameter to the layout before ``shutdown``.
     """
     with library(backend) as hvd:
         program = Program(hvd, op)
         a, _ = program.step()
-        if before == "init, already added on rank 0" and hvd.rank() == 0:
+        if unfrozen_before == "init, already added on rank 0" and hvd.rank() == 0:
             program.b.requires_grad_()
             program.optimizer.reducer.begin_world()  # as if this rank alone had added the parameter before a failure
-    if before:
+    if unfrozen_before:
         program.b.requires_grad_()
     with library(backend) as hvd:
         program.b.requires_grad_()
@@ -51,11 +51,11 @@ def in_the_next_world(backend, op, before):
         return first, second
 
 
-@pytest.mark.parametrize("before", ["", "init", "init, already added on rank 0"])
+@pytest.mark.parametrize("unfrozen_before", ["", "init", "init, already added on rank 0"])
 @pytest.mark.parametrize("op", ["Sum", "Max"])
 @OURS
-def test_a_parameter_unfrozen_before_or_after_a_second_init_is_reduced(real, op, before):
-    found = real(in_the_next_world, op, before)
+def test_a_parameter_unfrozen_before_or_after_a_second_init_is_reduced(real, op, unfrozen_before):
+    found = real(in_the_next_world, op, unfrozen_before)
     assert found == found[:1] * len(found)
 
 
@@ -181,9 +181,9 @@ def two_optimizers(backend, discards):
 def test_ranks_may_step_several_optimizers_in_any_order_after_another_rank_has_joined(real, discards):
     *others, joined = real(two_optimizers, discards)
     size = real.size
-    together, after = 2 * sum_of_ranks(size), sum_of_ranks(size - 1)
-    assert joined == [-together, -together]
-    assert others == [[-together - (not discards) * (size - 1), -together - 2 * after]] * (size - 1)
+    with_all, without_last = 2 * sum_of_ranks(size), sum_of_ranks(size - 1)
+    assert joined == [-with_all, -with_all]
+    assert others == [[-with_all - (not discards) * (size - 1), -with_all - 2 * without_last]] * (size - 1)
 
 
 def replaced_before_join(backend, backward):

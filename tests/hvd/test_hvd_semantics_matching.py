@@ -218,7 +218,7 @@ def not_initialized(backend):
 
 
 @OURS_3
-def test_calls_before_init_raise(real):
+def test_calls_before_init_raise_and_a_second_init_does_nothing(real):
     real(not_initialized)
 
 

@@ -86,7 +86,7 @@ def converted(backend):
 
 
 @OURS
-def test_a_converted_model_trains_and_has_equal_statistics_on_all_ranks(real):
+def test_a_converted_model_has_equal_statistics_on_all_ranks_and_refuses_wrong_shapes(real):
     real(converted)
 
 

@@ -402,7 +402,7 @@ def test_loss_scaling_works_as_documented_by_horovod(real):
         assert scales == [4.0, 2.0, 2.0]
 
 
-def kept(backend):
+def kept_gradients(backend):
     """Keep a view of each step's gradient, and the gradient itself."""
     with library(backend) as hvd:
         p = nn.Parameter(torch.zeros(2))
@@ -419,4 +419,4 @@ def kept(backend):
 
 @PAIR
 def test_views_of_an_earlier_gradient_keep_their_values(real):
-    real(kept)
+    real(kept_gradients)

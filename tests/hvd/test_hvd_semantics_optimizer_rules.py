@@ -156,7 +156,7 @@ def rules(backend):
 
 
 @PAIR
-def test_correct_use_of_the_optimizer_follows_horovods_rules(real):
+def test_the_optimizer_follows_horovods_rules_except_for_known_differences(real):
     real(rules)
 
 
@@ -282,7 +282,10 @@ def test_scaling_losses_after_synchronize_works(real):
 
 
 def fused(backend):
-    """Train with a fused step, which unscales gradients and skips updates itself. Rank 0's gradient overflows in step 1."""
+    """Train with a fused step, which skips updates itself, and unscales gradients unless ``unscale_`` has done this.
+
+    Rank 0's gradient overflows in step 1.
+    """
     found = {}
     with library(backend) as hvd:
         mean = mean_of_ranks(hvd.size())
@@ -425,7 +428,7 @@ def test_optimizer_features_that_horovod_lacks_work(real):
     real(only_ours)
 
 
-def alone(backend):
+def in_a_world_of_one_rank(backend):
     """Take steps with several options, and make calls, in a world of one rank. Nothing is sent."""
     import dualtrain.hvd as hvd
 
@@ -454,7 +457,7 @@ def test_the_optimizer_works_in_a_world_of_one_rank():
 
     ours()
     with connect("local") as backend:
-        alone(backend)
+        in_a_world_of_one_rank(backend)
 
 
 def replaced_and_added(backend):

@@ -13,7 +13,7 @@ from tests.hvd.worlds import OURS_2, PAIR, library, mean_of_ranks
 
 
 def own_steps(backend):
-    """Call ``go`` of the wrapper, which calls ``step``. Then call ``step`` of the wrapped optimizer itself."""
+    """Call ``go`` of the wrapper, which calls ``step``. Then synchronize, and call ``step`` of the wrapped optimizer."""
     with library(backend) as hvd:
         p = nn.Parameter(torch.zeros(2))
         inner = Own([p], lr=1.0)

@@ -20,7 +20,7 @@ CHANGES = {
 }
 
 
-def act(optimizer, params, actions, factor, passes=0):
+def act(optimizer, params, actions, factor, passes_run=0):
     """Run ``actions``: "b" is a backward pass, and a number is the new number of passes.
 
     Return, for each step, by how much it has decreased each parameter. With a learning rate of 1, this is the gradient.
@@ -29,8 +29,8 @@ def act(optimizer, params, actions, factor, passes=0):
     found = []
     for action in actions.split():
         if action == "b":
-            (sum(p.sum() for p in params) * 10.0**passes * factor).backward()
-            passes += 1
+            (sum(p.sum() for p in params) * 10.0**passes_run * factor).backward()
+            passes_run += 1
         elif action == "step":
             before = [p.detach().clone() for p in params]
             optimizer.step()
@@ -42,7 +42,7 @@ def act(optimizer, params, actions, factor, passes=0):
     return found
 
 
-def made(hvd, name, passes, **options):
+def wrapped(hvd, name, passes, **options):
     params = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))]
     named = [(f"{name}{i}", p) for i, p in enumerate(params)]
     inner = torch.optim.SGD(params, lr=1.0)
@@ -52,11 +52,11 @@ def made(hvd, name, passes, **options):
 def changes(backend):
     with library(backend) as hvd:
         for number, (title, (passes, actions, sums)) in enumerate(CHANGES.items()):
-            params, optimizer = made(hvd, f"change{number}", passes)
+            params, optimizer = wrapped(hvd, f"change{number}", passes)
             found = act(optimizer, params, actions, hvd.rank() + 1)
             wanted = [[each * mean_of_ranks(hvd.size())] * len(params) for each in sums]
             torch.testing.assert_close(found, wanted, msg=lambda m, t=title: f"{t}: {m}")
-        params, optimizer = made(hvd, "early", 2)
+        params, optimizer = wrapped(hvd, "early", 2)
         act(optimizer, params, "b 1", 1.0)
         assert outcome(optimizer.zero_grad) == "AssertionError"
         optimizer.step()
@@ -72,7 +72,7 @@ def more_passes_after_the_last(backend):
     with library(backend) as hvd:
         mean = mean_of_ranks(hvd.size())
         for op in ("Average", "Max"):
-            params, optimizer = made(hvd, f"more {op}", 1, op=getattr(hvd, op))
+            params, optimizer = wrapped(hvd, f"more {op}", 1, op=getattr(hvd, op))
             for _ in range(2):
                 act(optimizer, params, "b 2", hvd.rank() + 1)
                 with pytest.raises(AssertionError, match="a new value applies from the next step on"):

@@ -55,6 +55,7 @@ def test_a_set_is_added_used_and_removed(fresh):
 
 
 def several_sets(backend):
+    """Use three sets at the same time. Also try invalid sets, remove and reuse a set's id, and call ``init`` again."""
     with library(backend) as hvd:
         me = hvd.rank()
         for wrong in ([], [0, 0], [-1], [3], [0, 7]):

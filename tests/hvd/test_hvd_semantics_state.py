@@ -113,7 +113,7 @@ def parameters(backend):
             model = nn.Sequential(nn.Conv2d(3, 4, 2), nn.BatchNorm2d(4))
             if form == "channels_last":
                 model = model.to(memory_format=torch.channels_last)
-            given = {
+            argument = {
                 "state_dict": model.state_dict,
                 "channels_last": model.state_dict,
                 "named": lambda m=model: list(m.named_parameters()),
@@ -121,7 +121,7 @@ def parameters(backend):
                 "generator": model.named_parameters,
             }[form]()
             refused = "ValueError" if form in ("generator", "channels_last") else None
-            check(hvd, (form, lambda g=given: hvd.broadcast_parameters(g, 1), refused, None))
+            check(hvd, (form, lambda g=argument: hvd.broadcast_parameters(g, 1), refused, None))
             if theirs and refused:
                 continue
             for p in model.parameters():
@@ -132,9 +132,9 @@ def parameters(backend):
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
         plain = {"weight": torch.ones(1), "note": "not a tensor", "_extra_state": {"scale": torch.ones(1)}}
         nested = {"model": model.state_dict(), "weight": torch.ones(1)}
-        for title, given in (("nested", nested), ("no tensor", optimizer.state_dict()), ("plain", plain)):
+        for title, argument in (("nested", nested), ("no tensor", optimizer.state_dict()), ("plain", plain)):
             result = None if title == "plain" else "ValueError"
-            call = lambda g=given: hvd.broadcast_parameters(g, 0)  # noqa: E731
+            call = lambda g=argument: hvd.broadcast_parameters(g, 0)  # noqa: E731
             check(hvd, (title, call, "AttributeError", result))
         check(hvd, same("empty", lambda: hvd.broadcast_parameters({}, 0), None))
         if not theirs:
@@ -196,6 +196,7 @@ def resumed(backend):
 def test_a_state_that_only_the_root_has_is_broadcast(real):
     first, second = real(resumed)
     assert first[1:] == second[1:]
+    # On Horovod, rank 1 steps during the broadcast, because its state is empty.
     assert (first[0] == second[0]) == (real.name == "torch")
 
 
@@ -291,5 +292,5 @@ def restored(backend):
 
 
 @PAIR
-def test_a_restore_undoes_changes_in_lists_and_schedulers_only_with_dualtrain(real):
+def test_a_restore_undoes_changes_of_lists_schedulers_and_generators_only_with_dualtrain(real):
     real(restored)

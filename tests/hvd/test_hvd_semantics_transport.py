@@ -1,4 +1,4 @@
-"""dualtrain/hvd/README.md#transport-of-gradients: with two ranks, shared memory gives the same bits as Gloo."""
+"""dualtrain/hvd/README.md#transport-of-gradients: sums through shared memory and by Gloo, and when they make progress."""
 
 from __future__ import annotations
 

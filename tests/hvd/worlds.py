@@ -39,8 +39,8 @@ def ours() -> Any:
 def library(backend: Any, **env: str) -> Iterator[Any]:
     """Yield Horovod's API for the world of ``backend``: Horovod itself, or ``dualtrain.hvd`` in torch's worlds.
 
-    In torch's worlds, call ``init`` on entry, with the variables ``env`` set, and ``shutdown`` on exit. Horovod's worlds
-    are initialized already, and ``env`` has no effect there.
+    In torch's worlds, call ``init`` on entry, with dynamic process sets and the variables ``env``, and ``shutdown`` on
+    exit. Horovod's worlds are initialized already, and ``env`` has no effect there.
     """
     if backend.name == "horovod":
         import horovod.torch as theirs
