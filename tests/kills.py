@@ -24,7 +24,8 @@ ONCE = ("start-up", "connect", "end")
 #: The phases that only rank 0 has.
 OF_RANK_0 = ("copy", "write", "rename", "end")
 #: Program with the arguments RANK PHASE NUMBER, and then the arguments of ``train``. Rank RANK kills its own process at the
-#: start (PHASE ``start-up``), or in call NUMBER of a function that is called in PHASE.
+#: start (PHASE ``start-up``), or at call NUMBER of a function that is called in PHASE: before the call, but after it in the
+#: PHASE ``all-reduce``.
 PROGRAM = """
 import os, signal, sys
 victim, phase, number, *arguments = sys.argv[1:]
@@ -103,8 +104,8 @@ def job(folder: Path, kill: tuple[int, str, int], *flags: str) -> list[Completed
     try:
         victim = kill[0]
         if kill[1] in ONCE:
-            # Before the watch has started, ranks cannot detect a failed rank: send the signal that a launcher would send.
-            # In the phase "end" the signal is not needed, and has no effect.
+            # Before the watch (backends/watch.py) has started, ranks cannot detect a failed rank: send the signal that a
+            # launcher would send. In the phase "end" the signal is not needed, and has no effect.
             ranks[victim].wait(SECONDS)
             ranks[1 - victim].send_signal(signal.SIGTERM)
         return [rank.wait_and_kill(SECONDS) for rank in ranks]

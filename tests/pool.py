@@ -56,7 +56,7 @@ def free_port() -> int:
 
 
 class RankError(AssertionError):
-    """Failure of a test body, or death of a process, on at least one rank. The message has the failed ranks' tracebacks."""
+    """Failure of a call, death of a process, or timeout, on at least one rank. The message has the failed ranks' errors."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,11 @@ class Outcome:
 
 
 def reference(fn: Callable[..., Any]) -> tuple[str, str]:
-    """Return the names of the module and the function by which other processes import ``fn``."""
+    """Return the names of the module and the function by which other processes import ``fn``.
+
+    Raises:
+        TypeError: ``fn`` is a lambda or a local function.
+    """
     if "<" in getattr(fn, "__qualname__", "<"):
         raise TypeError(f"{fn!r} cannot be sent to other processes: test bodies are functions at the top of a module")
     return fn.__module__, fn.__qualname__
@@ -143,7 +147,7 @@ class Pool:
             self._workers = [_Worker() for _ in range(self.processes)]
 
     def connect(self, name: str, size: int) -> None:
-        """Open the world of ``size`` ranks on the backend ``name``, unless it is already open."""
+        """Open the world of ``size`` ranks on the backend ``name``, unless it is already open. Close other worlds first."""
         if self.open == (name, size):
             return
         self.disconnect()
@@ -160,7 +164,7 @@ class Pool:
             self.open = None
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """Run ``fn(backend, *args)`` on every rank of the open world; return the results in rank order."""
+        """Run ``fn(backend, *args)`` on every rank of the open world; return results in rank order. Raises RankError."""
         return self._values_or_raise(self.outcomes(fn, *args))
 
     def outcomes(self, fn: Callable[..., Any], *args: Any, seconds: float = CALL_SECONDS) -> list[Outcome]:

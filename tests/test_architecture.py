@@ -1,4 +1,4 @@
-"""Imports: a package imports only earlier names of ``TOP_LEVEL``; a file of ``LAYERS`` imports only lower layers."""
+"""Rules of the source code: imports follow ``TOP_LEVEL`` and ``LAYERS``; some libraries and calls are in one file only."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ def imported(name, known):
 
 
 def bindings(path):
-    """Yield the names that a file imports, each with its full name."""
+    """Yield the names that a file imports by ``from … import``, each with its full name."""
     for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom):
             yield from ((alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names)
@@ -339,7 +339,7 @@ def test_an_overridden_private_name_is_found(tmp_path, monkeypatch):
 
 
 def uses_of(path, library):
-    """Return the uses of ``library`` in a file: imports, and attributes such as ``torch.distributed.…``."""
+    """Return the uses of ``library`` in a file: imports, calls of ``import_module``, and dotted names."""
     found = [name for name in imports(path) if name == library or name.startswith(f"{library}.")]
     for node in without_type_checking(path):
         if isinstance(node, ast.Attribute) and library.endswith(f".{node.attr}") and ast.unparse(node) == library:

@@ -76,12 +76,12 @@ def replace(path: Path, kind: str) -> None:
 
 @dataclass(frozen=True)
 class Reader:
-    """A function that reads ``file`` in a folder that ``make`` fills. It may accept bad files of the kinds in ``fine``."""
+    """A function that reads ``file`` in a folder that ``make`` fills. It may accept bad files of the kinds ``accepted``."""
 
     make: Callable[[Path], Any]
     file: str
     read: Callable[[Path], Any]
-    fine: tuple[str, ...] = ()
+    accepted: tuple[str, ...] = ()
 
 
 def run_command(command: Callable[[list[str]], int], *arguments: str) -> None:
@@ -186,15 +186,15 @@ READERS = {
     "best weights": Reader(
         make_run, "model.safetensors", lambda folder: refuse_none(step_of(folder / "model.safetensors"))
     ),
-    "metrics of a resumed run": Reader(make_run, "metrics.jsonl", continue_metrics, fine=("empty", "half")),
+    "metrics of a resumed run": Reader(make_run, "metrics.jsonl", continue_metrics, accepted=("empty", "half")),
     "image": Reader(make_images, "train/cat/1.png", read_image),
     "tree of images": Reader(
-        make_images, "train/cat/1.png", lambda folder: load_image_folder(str(folder), Options()), fine=("empty", "half")
+        make_images, "train/cat/1.png", lambda folder: load_image_folder(str(folder), Options()), accepted=("empty", "half")
     ),
     "text": Reader(
         make_text, "words.txt", lambda folder: load_data("text", text_file=str(folder / "words.txt"), sequence_length=3)
     ),
-    "cifar": Reader(write_cifar, BIN + "data_batch_2.bin", lambda folder: read_cifar10(str(folder)), fine=("half",)),
+    "cifar": Reader(write_cifar, BIN + "data_batch_2.bin", lambda folder: read_cifar10(str(folder)), accepted=("half",)),
     "mnist images": Reader(write_mnist, RAW + "train-images-idx3-ubyte", read_mnist_of),
     "mnist labels": Reader(write_mnist, RAW + "t10k-labels-idx1-ubyte", read_mnist_of),
     "predict's image": Reader(make_run, "image.png", predicted),
@@ -203,11 +203,11 @@ READERS = {
     "predict's weights": Reader(make_run, "model.safetensors", predicted),
     "compare": Reader(make_run, "summary.json", lambda folder: run_command(compare.main, str(folder))),
     "report": Reader(make_run, "metrics.jsonl", lambda folder: read_runs([str(folder)])),
-    "report's settings": Reader(make_run, "config.json", lambda folder: read_runs([str(folder)]), fine=KINDS),
-    "report's summary": Reader(make_run, "summary.json", lambda folder: read_runs([str(folder)]), fine=KINDS),
-    "script to run": Reader(make_script, "script.py", load_script_of, fine=("empty", "half")),
+    "report's settings": Reader(make_run, "config.json", lambda folder: read_runs([str(folder)]), accepted=KINDS),
+    "report's summary": Reader(make_run, "summary.json", lambda folder: read_runs([str(folder)]), accepted=KINDS),
+    "script to run": Reader(make_script, "script.py", load_script_of, accepted=("empty", "half")),
     "check of a script": Reader(
-        make_script, "script.py", lambda folder: run_command(check, str(folder / "script.py")), fine=("empty",)
+        make_script, "script.py", lambda folder: run_command(check, str(folder / "script.py")), accepted=("empty",)
     ),
 }
 
@@ -348,7 +348,7 @@ def test_a_bad_file_is_refused_without_a_hang_and_in_one_line(name, tmp_path):
     assert next(results) is None
     for kind, folder, refusal in zip(KINDS, folders, results, strict=True):
         if refusal is None:
-            assert kind in reader.fine, kind
+            assert kind in reader.accepted, kind
             continue
         assert "\n" not in refusal, kind
         part, whole = Path(reader.file).stem, str(folder)

@@ -21,8 +21,8 @@ from dualtrain.processes import signal_at_parents_end
 from tests.pool import ROOT
 
 # Program that starts the helper processes: the fork server, the resource tracker, and two workers one after the other. It
-# sends the job's signals to them, and prints multiprocessing's temporary folder and the helpers' process ids. After a line
-# on standard input, it exits with status 3.
+# sends the job's signals to all except the second worker, and prints multiprocessing's temporary folder and the helpers'
+# process ids. After a line on standard input, it exits with status 3.
 PROGRAM = """
 import multiprocessing, os, signal, sys, time
 from multiprocessing import forkserver, resource_tracker, util
@@ -82,6 +82,7 @@ def started(tmp_path: Path, **variables: str) -> Iterator[tuple[subprocess.Popen
 
 
 def gone(helpers: list[int], folder: Path | None = None) -> bool:
+    """Wait up to 60 s until no helper runs and ``folder`` does not exist; return whether this has happened."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if not (folder is not None and folder.exists()) and not any(Path("/proc", str(pid)).exists() for pid in helpers):

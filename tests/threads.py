@@ -52,8 +52,14 @@ class Room:
         self.watches: dict[int, Watch] = {}
         self.mismatch: str | None = None
 
-    def arrive(self, rank: int, key: tuple[str, int], signature: tuple[Any, ...], tensors: Any, last: Callable) -> _Meeting:
-        """Join the call ``key``; the last rank that joins it calls ``last`` with the values of all ranks, in rank order."""
+    def arrive(
+        self, rank: int, key: tuple[str, int], signature: tuple[Any, ...], tensors: Any, finish: Callable
+    ) -> _Meeting:
+        """Join the call ``key``; the last rank that joins it calls ``finish`` with the values of all ranks, in rank order.
+
+        Raises:
+            AssertionError: another rank has joined this call with a different ``signature``.
+        """
         with self.changed:
             meeting = self.meetings.setdefault(key, _Meeting())
             if meeting.signature not in (None, signature):
@@ -63,7 +69,7 @@ class Room:
             meeting.signature = signature
             meeting.arrived[rank] = tensors
             if len(meeting.arrived) == self.size:
-                last([meeting.arrived[member] for member in range(self.size)])
+                finish([meeting.arrived[member] for member in range(self.size)])
                 meeting.ended = True
                 del self.meetings[key]
                 self.changed.notify_all()
@@ -123,32 +129,32 @@ class ThreadsBackend(Backend):
         assert op in FOLD
 
         @keep_subnormals
-        def last(tensors: list[torch.Tensor]) -> None:
+        def finish(tensors: list[torch.Tensor]) -> None:
             total = reduce(FOLD[op], tensors).clone()
             for each in tensors:
                 ordinary(each).copy_(total)
 
-        return self._start("allreduce", (op, name, tensor.shape, tensor.dtype), tensor, last)
+        return self._start("allreduce", (op, name, tensor.shape, tensor.dtype), tensor, finish)
 
     def start_broadcast(self, tensor: torch.Tensor, root: int, name: str) -> Work[None]:
         assert tensor.dtype is torch.uint8
 
-        def last(tensors: list[torch.Tensor]) -> None:
+        def finish(tensors: list[torch.Tensor]) -> None:
             for each in tensors:
                 ordinary(each).copy_(tensors[root])
 
-        return self._start("broadcast", (root, name, tensor.shape), tensor, last)
+        return self._start("broadcast", (root, name, tensor.shape), tensor, finish)
 
     def start_allgather(self, output: torch.Tensor, tensor: torch.Tensor, name: str) -> Work[None]:
         assert tensor.dtype is output.dtype is torch.uint8
         assert output.shape == (self.size * len(tensor),)
 
-        def last(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        def finish(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
             whole = torch.cat([each for _, each in pairs])
             for target, _ in pairs:
                 ordinary(target).copy_(whole)
 
-        return self._start("allgather", (name, tensor.shape), (output, tensor), last)
+        return self._start("allgather", (name, tensor.shape), (output, tensor), finish)
 
     def start_alltoall(
         self, output: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], name: str
@@ -156,13 +162,13 @@ class ThreadsBackend(Backend):
         assert tensor.dtype is output.dtype is torch.uint8
         assert (len(tensor), len(output)) == (sum(sent), sum(received))
 
-        def last(calls: list[tuple[torch.Tensor, torch.Tensor, list[int], list[int]]]) -> None:
+        def finish(calls: list[tuple[torch.Tensor, torch.Tensor, list[int], list[int]]]) -> None:
             for rank, (target, _, wanted, _) in enumerate(calls):
                 parts = [source.split(lengths)[rank] for _, source, _, lengths in calls]
                 assert [len(part) for part in parts] == wanted
                 ordinary(target).copy_(torch.cat(parts))
 
-        return self._start("alltoall", (name,), (output, tensor, list(received), list(sent)), last)
+        return self._start("alltoall", (name,), (output, tensor, list(received), list(sent)), finish)
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         work = self._start("exchange", (len(numbers),), list(numbers), lambda _: None, kind="control")
@@ -190,13 +196,13 @@ class ThreadsBackend(Backend):
         """Do nothing, because nothing was opened."""
 
     def _start(
-        self, primitive: str, form: tuple[Any, ...], tensors: Any, last: Callable, kind: str | None = None
+        self, primitive: str, form: tuple[Any, ...], tensors: Any, finish: Callable, kind: str | None = None
     ) -> _ThreadsWork:
         for tensor in tensors if isinstance(tensors, tuple) else (tensors,):
             assert not isinstance(tensor, torch.Tensor) or tensor.is_contiguous()
         kind = kind or self._kind
         self._calls[kind] += 1
-        meeting = self.room.arrive(self.rank, (kind, self._calls[kind]), (primitive, *form), tensors, last)
+        meeting = self.room.arrive(self.rank, (kind, self._calls[kind]), (primitive, *form), tensors, finish)
         return _ThreadsWork(self._waiting, meeting, f"{primitive} {form}")
 
 
@@ -214,7 +220,8 @@ def switch_interval(seconds: float) -> Iterator[None]:
 def run_threads(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Run ``fn(backend, *args)`` in ``size`` threads, each with a copy of ``args``; return the results in rank order.
 
-    If a rank fails, raise its exception, not the exceptions that the failure causes on other ranks.
+    If a rank fails, raise its exception, and not the BackendErrors that the failure causes on other ranks: the first
+    exception in rank order that is not a BackendError, or else the first exception.
     """
     room = Room(size)
     backends = [ThreadsBackend(room, World(rank, size, rank, size, launcher="threads")) for rank in range(size)]

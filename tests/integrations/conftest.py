@@ -46,7 +46,10 @@ Program = Callable[[str], list[str]]
 
 @pytest.fixture
 def program(tmp_path: Path) -> Program:
-    """Return a function that runs a program, and returns the printed lines that begin with ``> ``, without this prefix."""
+    """Return a function that runs a program, and returns the printed lines that begin with ``> ``, without this prefix.
+
+    The function fails the test if the program fails.
+    """
 
     def run(source: str) -> list[str]:
         file = tmp_path / "program.py"

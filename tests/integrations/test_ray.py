@@ -118,7 +118,7 @@ def test_horovods_ray_modules_provide_dualtrains_rayexecutor():
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("arguments", "said"),
     [
         ({}, "num_workers=None and num_hosts=None: give one"),
         ({"num_workers": 2, "num_hosts": 1}, "give one of them"),
@@ -127,11 +127,11 @@ def test_horovods_ray_modules_provide_dualtrains_rayexecutor():
         ({"num_workers": 2, "gpus_per_worker": 2}, "without use_gpu=True"),
     ],
 )
-def test_ray_executor_refuses_bad_arguments(given, said):
+def test_ray_executor_refuses_bad_arguments(arguments, said):
     from dualtrain.ray import RayExecutor
 
     with pytest.raises(UserError, match=said):
-        RayExecutor(None, **given)
+        RayExecutor(None, **arguments)
 
 
 def test_gpus_of_a_host_are_reserved_in_one_bundle_and_visible_to_all_of_its_ranks():

@@ -122,7 +122,7 @@ class Host:
         return [*self._on_core, "nsenter", "--target", str(self.pid), *spaces, "--", "env", f"--chdir={ROOT}", *command]
 
     def run(self, *command: str) -> None:
-        """Run a short command on this host, and raise if it fails."""
+        """Run a short command on this host; raise if it fails or takes more than 20 s."""
         subprocess.run(self.inside(*command), check=True, capture_output=True, text=True, timeout=20)
 
     def start(self, command: list[str], env: dict[str, str], output: IO[str]) -> subprocess.Popen[str]:
@@ -172,15 +172,15 @@ class Cluster:
 
 
 @contextmanager
-def two_hosts(folder: Path, *, ssh: bool = False, own: str | None = None) -> Iterator[Cluster]:
+def two_hosts(folder: Path, *, ssh: bool = False, own_address: str | None = None) -> Iterator[Cluster]:
     """Make two hosts with a link between their eth0 interfaces for the duration of the block; ``folder`` holds their files.
 
-    Each host resolves its own name to ``own``, such as 127.0.1.1, which Debian's installer writes into /etc/hosts. If
-    ``own`` is ``None``, each host resolves its own name to its address on the link.
+    Each host resolves its own name to ``own_address``, such as 127.0.1.1, which Debian's installer writes into /etc/hosts.
+    If ``own_address`` is ``None``, each host resolves its own name to its address on the link.
     """
     addresses = {name: f"10.77.0.{number}" for number, name in enumerate(NAMES, 1)}
     for name in NAMES:
-        seen = addresses | ({name: own} if own else {})
+        seen = addresses | ({name: own_address} if own_address else {})
         table = ["127.0.0.1 localhost", *(f"{address} {each}" for each, address in seen.items())]
         (folder / f"hosts-{name}").write_text("\n".join(table) + "\n")
     if ssh:
@@ -192,10 +192,10 @@ def two_hosts(folder: Path, *, ssh: bool = False, own: str | None = None) -> Ite
             stack.callback(hosts[-1].power_off)
         for host in hosts:
             host.wait_until_up()
-        here, there = hosts
-        # Enter only the network namespace: in the PID namespace of ``here``, ``there.pid`` is not a process of ``there``.
-        cable = ["ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(there.pid)]
-        subprocess.run(["nsenter", "--target", str(here.pid), "--net", *cable], check=True, timeout=20)
+        first, second = hosts
+        # Enter only the network namespace: in the PID namespace of ``first``, ``second.pid`` is no process of ``second``.
+        cable = ["ip", "link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(second.pid)]
+        subprocess.run(["nsenter", "--target", str(first.pid), "--net", *cable], check=True, timeout=20)
         for host in hosts:
             host.run("ip", "address", "add", f"{host.address}/24", "dev", "eth0")
             host.run("ip", "link", "set", "eth0", "up")

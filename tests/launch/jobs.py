@@ -26,6 +26,7 @@ def torchrun(ranks: int, *arguments: str) -> list[str]:
 
 
 def horovodrun(ranks: int, *arguments: str, controller: str | None = None) -> list[str]:
+    """Return a command of horovodrun; skip the test if Horovod is missing."""
     require_horovod()
     return ["horovodrun", *([controller] if controller else []), "-np", str(ranks), *MODULE, *arguments]
 
@@ -34,7 +35,7 @@ def run(command: list[str], timeout: float = 240, env: dict[str, str] = ENV) -> 
     return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
 
 
-def by(*launcher: str) -> Callable[[Path, Path], subprocess.CompletedProcess[str]]:
+def starter(*launcher: str) -> Callable[[Path, Path], subprocess.CompletedProcess[str]]:
     """Return a function ``start(script, folder)``, which runs the script under ``launcher`` with the folder as argument."""
     return lambda script, folder: run([*launcher, str(script), str(folder)])
 

@@ -69,7 +69,7 @@ free_port() {
 # daemon COMMAND…: starts a daemon without detaching it, so that this script knows its process id.
 daemon() { "$@" >>"$work/daemons.log" 2>&1 & daemons+=($!); }
 
-# until_true WHAT COMMAND…: waits until the command succeeds, for half a minute at most.
+# until_true WHAT COMMAND…: waits until the command succeeds; after about half a minute, ends this script with status 1.
 until_true() {
   local what=$1
   shift

@@ -1,6 +1,6 @@
 """Whole jobs on two hosts, started by the launch scripts, and their end when the link between the hosts is cut.
 
-Hosts are network namespaces (tests/launch/hosts.py). Needs root and iproute2, and sshd for all launchers except torchrun.
+Hosts are made from namespaces (tests/launch/hosts.py). Needs root and iproute2, and sshd for all launchers except torchrun.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Job:
     def __init__(self, cluster: Cluster, folder: Path, launcher: str, *flags: str, **variables: str) -> None:
         self.cluster = cluster
         names = ",".join(host.name for host in cluster.hosts)
-        given = {"DUALTRAIN_VENV": sys.prefix, "HOSTS": names, "NPROC": "1", "PORT": "29500", **variables}
+        script_variables = {"DUALTRAIN_VENV": sys.prefix, "HOSTS": names, "NPROC": "1", "PORT": "29500", **variables}
         # Each job has its own HOME, because horovodrun caches facts about host names there for an hour, and all tests use
         # the same host names.
-        env = {**os.environ, "PYTHONPATH": NO_COMPILER_PATH, "HOME": str(folder), **given}
+        env = {**os.environ, "PYTHONPATH": NO_COMPILER_PATH, "HOME": str(folder), **script_variables}
         command = ["bash", str(ROOT / "launch" / f"{launcher}.sh"), *flags]
         self.logs = [folder / f"{launcher}-{host.name}.log" for host in cluster.hosts]
         self.launchers: list[subprocess.Popen[str]] = []
@@ -90,27 +90,27 @@ def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]
     if ssh or request.getfixturevalue("backend") == "horovod":
         require_horovod()  # the installation of Horovod includes mpirun
     require_hosts(ssh=ssh)
-    own = request.getfixturevalue("own") if "own" in request.fixturenames else None
-    with two_hosts(tmp_path, ssh=ssh, own=own) as cluster:
+    own_address = request.getfixturevalue("own_address") if "own_address" in request.fixturenames else None
+    with two_hosts(tmp_path, ssh=ssh, own_address=own_address) as cluster:
         yield cluster
 
 
-def on_one_host(folder: Path, ranks: int, *more: str) -> Path:
+def on_one_host(folder: Path, ranks: int, *extra_flags: str) -> Path:
     """Run a job with ``ranks`` ranks on one host; return the run's folder.
 
     With the native transport, the ranks add gradients in the same order as on two hosts.
     """
     require_hosts()
-    flags = ["--backend", "torch", "--transport", "native", "--epochs", EPOCHS, "--run-dir", str(folder), *more]
+    flags = ["--backend", "torch", "--transport", "native", "--epochs", EPOCHS, "--run-dir", str(folder), *extra_flags]
     end = run(["taskset", "--cpu-list", ",".join(CORES[:2]), *torchrun(ranks, *flags)], env=QUICK)
     assert end.returncode == 0, end.stderr
     return folder
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Train with two ranks on one host; return the run's folder."""
-    return on_one_host(tmp_path_factory.mktemp("alone") / "run", 2)
+    return on_one_host(tmp_path_factory.mktemp("reference") / "run", 2)
 
 
 #: With 13 virtual ranks on four ranks, three ranks exchange two partial sums each (dualtrain/backends/sum_order.py).
@@ -118,31 +118,35 @@ VIRTUAL = ("--virtual-ranks", "13")
 
 
 @pytest.mark.parametrize(
-    ("launcher", "backend", "interface", "ranks", "more", "transport"),
+    ("launcher", "backend", "interface", "ranks", "extra_flags", "transport"),
     [
         ("mpirun", "torch", "eth0", 1, (*VIRTUAL, "--transport", "shm"), "shm+gloo"),
         ("horovodrun", "torch", "eth0", 4, (), "gloo"),
     ],
     ids=["virtual ranks", "plain"],
 )
-def test_two_hosts_give_the_same_model_as_one(launcher, backend, interface, ranks, more, transport, cluster, tmp_path):
+def test_two_hosts_give_the_same_model_as_one(
+    launcher, backend, interface, ranks, extra_flags, transport, cluster, tmp_path
+):
     # Each host has two ranks, so gradients are added inside hosts and between them. With virtual ranks, the run on one host
     # has a single rank.
-    alone = on_one_host(tmp_path / "alone", ranks, *more[:2])
+    reference = on_one_host(tmp_path / "reference", ranks, *extra_flags[:2])
     folder = tmp_path / "run"
-    flags = ["--backend", backend, "--epochs", EPOCHS, "--run-dir", str(folder), *more]
+    flags = ["--backend", backend, "--epochs", EPOCHS, "--run-dir", str(folder), *extra_flags]
     job = Job(cluster, tmp_path, launcher, *flags, IFACE=interface, NPROC="2")
     job.until(lambda: job.ended() or job.ranks() == {"hosta": {0, 1}, "hostb": {2, 3}}, START_SECONDS)
     assert job.statuses() == [0], job.output()
     assert (summary(folder)["world_size"], summary(folder)["transport"]) == (4, transport)
-    for name in ("weights_sha256", "val_loss", "val_accuracy", "train_loss")[: 4 if more else 1]:
-        assert summary(folder)[name] == summary(alone)[name]
+    for name in ("weights_sha256", "val_loss", "val_accuracy", "train_loss")[: 4 if extra_flags else 1]:
+        assert summary(folder)[name] == summary(reference)[name]
 
 
-@pytest.mark.parametrize("own", ["127.0.1.1"])  # Debian's installer writes it into /etc/hosts
+@pytest.mark.parametrize("own_address", ["127.0.1.1"])  # Debian's installer writes it into /etc/hosts
 @pytest.mark.parametrize("launcher", ["torchrun"])
 @pytest.mark.parametrize("backend", ["torch", "horovod"])
-def test_hostnames_that_resolve_to_loopback_are_refused_only_with_horovod(launcher, backend, own, cluster, tmp_path):
+def test_hostnames_that_resolve_to_loopback_are_refused_only_with_horovod(
+    launcher, backend, own_address, cluster, tmp_path
+):
     folder = tmp_path / "run"
     job = Job(cluster, tmp_path, launcher, "--backend", backend, "--epochs", "1", "--run-dir", str(folder))
     statuses = job.statuses()
@@ -181,18 +185,18 @@ def losses(folder: Path, epochs: int) -> list[float]:
 # Open MPI's threads poll while they wait, and use the cores that ranks need: with two cores, a job can take minutes.
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("launcher", "backend"), [("mpirun", "horovod")])
-def test_mpi_between_hosts_gives_nearly_the_same_losses(launcher, backend, cluster, alone, tmp_path):
+def test_mpi_between_hosts_gives_nearly_the_same_losses(launcher, backend, cluster, reference, tmp_path):
     folder = tmp_path / "run"
     job = Job(cluster, tmp_path, launcher, "--backend", backend, "--epochs", "1", "--run-dir", str(folder))
     assert job.statuses(400.0) == [0], job.output()
     assert (summary(folder)["transport"], summary(folder)["world_size"]) == ("mpi", 2)
-    assert losses(folder, 1) == pytest.approx(losses(alone, 1), rel=1e-3)  # MPI adds in a different order
+    assert losses(folder, 1) == pytest.approx(losses(reference, 1), rel=1e-3)  # MPI adds in a different order
 
 
 @pytest.mark.parametrize(
     ("launcher", "backend"), [("torchrun", "torch"), ("torchrun", "horovod"), ("horovodrun", "horovod")]
 )
-def test_a_cut_link_ends_all_ranks_and_the_run_can_be_resumed(launcher, backend, cluster, alone, tmp_path):
+def test_a_cut_link_ends_all_ranks_and_the_run_can_be_resumed(launcher, backend, cluster, reference, tmp_path):
     flags = ["--backend", backend, "--run-dir", str(tmp_path / "run"), "--epochs"]
     job = Job(cluster, tmp_path, launcher, *flags, "5000")
     job.until(lambda: "epoch 2/" in job.output() or job.ended(), START_SECONDS)
@@ -211,7 +215,7 @@ def test_a_cut_link_ends_all_ranks_and_the_run_can_be_resumed(launcher, backend,
 
     again = Job(cluster, tmp_path, launcher, *flags, EPOCHS, "--resume")
     assert not any(again.statuses()), again.output()
-    assert summary(tmp_path / "run")["weights_sha256"] == summary(alone)["weights_sha256"]
+    assert summary(tmp_path / "run")["weights_sha256"] == summary(reference)["weights_sha256"]
 
 
 @pytest.mark.parametrize(("launcher", "backend"), [("mpirun", "torch")])

@@ -28,7 +28,7 @@ LONG_JOBS = {
 
 
 @pytest.mark.parametrize("job", LONG_JOBS)
-def test_a_killed_rank_is_named_and_all_others_stop(job, folder, tmp_path):
+def test_a_killed_rank_is_named_and_its_job_ends(job, folder, tmp_path):
     require_horovod()
     victim, launch = LONG_JOBS[job]
     command = launch("--epochs", "5000", "--run-dir", str(folder))

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from tests.launch.jobs import ENV, by, check_results, run, train_on_both
+from tests.launch.jobs import ENV, check_results, run, starter, train_on_both
 from tests.pool import ROOT, free_port
 
 pytestmark = pytest.mark.xdist_group("smoke")  # so that these launches and test_smoke.py's never overlap
@@ -38,7 +38,7 @@ def elastic(script, folder):
 #: Function that starts the ranks, and the launcher that the ranks detect.
 MODES = {
     "torchrun, two agents": (two_agents, "torchrun"),
-    "horovodrun --mpi": (by("horovodrun", "--mpi", "-np", "2", "python"), "mpirun"),
+    "horovodrun --mpi": (starter("horovodrun", "--mpi", "-np", "2", "python"), "mpirun"),
     "elastic horovodrun": (elastic, "horovodrun --gloo"),
 }
 

@@ -22,9 +22,9 @@ SECONDS = 90.0  # for any wait, on a busy machine
 FLAGS = ["--virtual-ranks", "2", "--global-batch-size", "16", "--lr", "0.01", "--epochs", "40", "--checkpoint-every", "5"]
 FLAGS += ["--log-every", "1", "--timeout", "30"]
 
-#: Without TORCH_DISABLE_SHARE_RDZV_TCP_STORE, an agent may keep the MASTER_PORT of an earlier rendezvous round after
-#: another agent has got group rank 0.
-FRESH = {**QUICK, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+#: Environment of the agents. Without TORCH_DISABLE_SHARE_RDZV_TCP_STORE, an agent may keep the MASTER_PORT of an earlier
+#: rendezvous round after another agent has got group rank 0.
+AGENT_ENV = {**QUICK, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
 class Agent:
@@ -36,10 +36,10 @@ class Agent:
         command += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=restarts", f"--rdzv-conf={rendezvous}"]
         command += ["--monitor-interval=0.1", "-m", "dualtrain.main", *FLAGS, "--run-dir", str(folder), "--resume", "auto"]
         with log.open("ab") as output:
-            self.process = subprocess.Popen(command, cwd=ROOT, env=FRESH, stdout=output, stderr=output)
+            self.process = subprocess.Popen(command, cwd=ROOT, env=AGENT_ENV, stdout=output, stderr=output)
         self._folder = folder
 
-    def rank(self) -> int | None:
+    def rank_pid(self) -> int | None:
         """Return the process id of the agent's rank, if it runs."""
         found = [
             pid for pid in processes(str(self._folder)) if rank_of(pid) is not None and _parent(pid) == self.process.pid
@@ -84,9 +84,9 @@ def test_a_job_of_two_agents_survives_killed_ranks_and_a_killed_agent(folder, tm
     def starts_on(ranks: int) -> int:
         return log.read_text().count(f" on {ranks} × cpu as 2 virtual ranks")
 
-    def trains(count: int, ranks: int, earlier: int = 0) -> bool:
-        """Return whether there are at least ``count`` recoveries, and the starts on ``ranks`` ranks exceed ``earlier``."""
-        return len(events(folder, "recovery")) >= count and starts_on(ranks) > earlier
+    def trains(count: int, ranks: int, earlier_starts: int = 0) -> bool:
+        """Return whether there are ``count`` recoveries or more, and over ``earlier_starts`` starts on ``ranks`` ranks."""
+        return len(events(folder, "recovery")) >= count and starts_on(ranks) > earlier_starts
 
     agents = [Agent(first, port, folder, log) for first in (True, False)]
     try:
@@ -94,7 +94,7 @@ def test_a_job_of_two_agents_survives_killed_ranks_and_a_killed_agent(folder, tm
             # Wait for new steps: three failures after the same step would end the run.
             wait(lambda: progress(folder) >= 10 * number + 1, "progress")  # noqa: B023
             pids: list[int] = []
-            wait(lambda: pids.extend(filter(None, [agents[number % 2].rank()])) or pids, "a rank")  # noqa: B023
+            wait(lambda: pids.extend(filter(None, [agents[number % 2].rank_pid()])) or pids, "a rank")  # noqa: B023
             earlier = starts_on(2)
             os.kill(pids[0], signal.SIGKILL)
             wait(lambda: trains(number + 1, 2, earlier), f"recovery {number + 1}")  # noqa: B023

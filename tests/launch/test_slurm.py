@@ -104,7 +104,7 @@ def until(condition: Callable[[], bool], log: Path) -> None:
 
 
 def submit(slurm: str, *arguments: str) -> tuple[str, Callable[..., bool]]:
-    """Submit a job; return its number, and a function that returns whether ``scontrol show job`` prints certain words."""
+    """Submit a job; return its number, and a function that returns whether ``scontrol show job`` prints all given words."""
     job = run("sbatch", "--parsable", *arguments, SLURM_CONF=slurm)
     assert job.returncode == 0, job.stderr
     number = job.stdout.strip()
@@ -147,7 +147,7 @@ def test_the_job_has_the_exit_status_of_a_refusal(slurm, tmp_path):
 
 
 def script(tmp_path: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the batch script without Slurm, with an srun that prints its arguments."""
+    """Run the batch script without Slurm, with an srun that prints the length of the secret, and its arguments."""
     stub = tmp_path / "srun"
     stub.write_text('#!/bin/sh\necho "secret of ${#DUALTRAIN_SECRET}: $*"\n')
     stub.chmod(0o755)

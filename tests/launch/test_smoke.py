@@ -1,7 +1,7 @@
 """Start two ranks with each launcher, and one rank with plain python. Each job trains on torch, then on Horovod.
 
-The default test command runs only this file of tests/launch/. tests/launch/test_modes.py tests other modes of these
-launchers.
+Without arguments, ``bash launch/test.sh`` runs only this file of tests/launch/. tests/launch/test_modes.py tests other
+modes of these launchers.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import shutil
 
 import pytest
 
-from tests.launch.jobs import by, check_results, run, train_on_both
+from tests.launch.jobs import check_results, run, starter, train_on_both
 
 pytestmark = pytest.mark.xdist_group("smoke")  # test_modes.py is in this group too, so its launches never overlap these
 
@@ -25,10 +25,10 @@ def srun(script, folder):
 
 
 LAUNCHERS = {
-    "none": by("python"),
-    "torchrun": by("torchrun", "--standalone", "--nproc_per_node=2"),
-    "horovodrun --gloo": by("horovodrun", "--gloo", "-np", "2", "python"),
-    "mpirun": by("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", "python"),
+    "none": starter("python"),
+    "torchrun": starter("torchrun", "--standalone", "--nproc_per_node=2"),
+    "horovodrun --gloo": starter("horovodrun", "--gloo", "-np", "2", "python"),
+    "mpirun": starter("mpirun", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-np", "2", "python"),
     "srun": srun,
 }
 

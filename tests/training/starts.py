@@ -30,7 +30,7 @@ def renew(lock: FolderLock, end: threading.Event) -> None:
 
 
 def start_all(folder: Path) -> list[str]:
-    """Return the reply of each process.
+    """Start the processes, and return the reply of each.
 
     The processes simulate two hosts. At the end they are killed, so that they do not release the lock.
     """

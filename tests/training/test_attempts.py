@@ -38,16 +38,16 @@ FLAGS = ("--global-batch-size", "720", "--lr", "0.02", "--threads", "1", "--work
 FLAGS += ("--checkpoint-every", "1")
 
 
-def train(backend, folder: Path, *more: str) -> dict[str, Any]:
-    return loop.train(parse([*FLAGS, "--run-dir", str(folder), *more]), backend)
+def train(backend, folder: Path, *flags: str) -> dict[str, Any]:
+    return loop.train(parse([*FLAGS, "--run-dir", str(folder), *flags]), backend)
 
 
-def train_or_resume(folder: Path, *more: str) -> dict[str, Any]:
+def train_or_resume(folder: Path, *flags: str) -> dict[str, Any]:
     with connect("local") as backend:
-        return train(backend, folder, "--resume", "auto", *more)
+        return train(backend, folder, "--resume", "auto", *flags)
 
 
-def end_with(folder: Path, error: BaseException, step: int, *more: str) -> None:
+def end_with(folder: Path, error: BaseException, step: int, *flags: str) -> None:
     """Make a run end with ``error`` after ``step``, or before its first step if ``step`` is 0.
 
     A run that a ``KilledError`` ends does not record its failure, like a run that SIGKILL ends.
@@ -65,7 +65,7 @@ def end_with(folder: Path, error: BaseException, step: int, *more: str) -> None:
         if isinstance(error, KilledError):
             patch.setattr(Attempt, "fail", lambda *_, **__: None)
         with pytest.raises(type(error)):
-            train_or_resume(folder, *more)
+            train_or_resume(folder, *flags)
 
 
 def test_every_recovery_is_printed_and_listed_in_the_summary(tmp_path, capsys):
@@ -203,17 +203,17 @@ def diverge(attempt: Attempt, backend: Backend) -> None:
         raise DivergedError("inf")
 
 
-@pytest.mark.parametrize("more", [{}, {"step": 8}, {"step": 6}, {"step": "8"}])
-def test_the_step_of_a_death_is_the_later_of_the_steps_in_the_event_and_in_the_progress_file(tmp_path, more):
+@pytest.mark.parametrize("fields", [{}, {"step": 8}, {"step": 6}, {"step": "8"}])
+def test_the_step_of_a_death_is_the_later_of_the_steps_in_the_event_and_in_the_progress_file(tmp_path, fields):
     start = {"event": "start", "attempt": "a", "time": 1.0, "step": 2}
-    failure = {"event": "failure", "attempt": "a", "time": 2.0, "cause": "died", "rank": 0, "requested": False, **more}
+    failure = {"event": "failure", "attempt": "a", "time": 2.0, "cause": "died", "rank": 0, "requested": False, **fields}
     (tmp_path / attempt_events.NAME).write_text(f"{json.dumps(start)}\n{json.dumps(failure)}\n")
     (tmp_path / last_step.PROGRESS).write_text("a 7 1.5\n")
     events = attempt_events.read_events(tmp_path)
     death = attempt_events.new_death(tmp_path, events)
     assert death is not None
-    assert len(events) == 1 + (more != {"step": "8"})
-    assert death.step == (8 if more == {"step": 8} else 7)
+    assert len(events) == 1 + (fields != {"step": "8"})
+    assert death.step == (8 if fields == {"step": 8} else 7)
 
 
 @pytest.mark.parametrize("known_before", [False, True])
@@ -373,10 +373,10 @@ def test_a_diverged_run_is_not_trained_again_with_the_same_settings(tmp_path, mo
     assert not trained
     # The user can train again: with other settings, with an explicit --resume, or after removing the file.
     checkpoint = max((tmp_path / "checkpoints").glob("step-*.safetensors"))
-    for more in (("--timeout", "60"), ("--resume",), ("--resume", str(checkpoint))):
+    for flags in (("--timeout", "60"), ("--resume",), ("--resume", str(checkpoint))):
         with pytest.raises(DivergedError):
-            train_or_resume(tmp_path, *DIVERGING, *more)
-        assert trained, more
+            train_or_resume(tmp_path, *DIVERGING, *flags)
+        assert trained, flags
         trained.clear()
     (tmp_path / restarts.NAME).unlink()
     with pytest.raises(DivergedError):

@@ -30,6 +30,7 @@ TREE = {
 
 
 def save(folder, step, tree):
+    """Write a checkpoint, and delete all except the three newest; return its path."""
     path = checkpoint.path_of(folder, step)
     checkpoint.write(path, tree)
     checkpoint.drop_old(folder, 3, FolderLock())
@@ -136,13 +137,13 @@ def test_torch_sizes_and_dtypes_and_namedtuples_and_counters_and_tuple_keys_are_
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter in .scheduler.step:UserWarning")  # SequentialLR of torch 2.5
 def test_a_schedule_with_milestones_continues_from_its_saved_state(tmp_path):
-    def made():
+    def make():
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
         warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2)
         later = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 1, 3], gamma=0.1)
         return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, later], [2])
 
-    (optimizer, schedule), (other, loaded) = made(), made()
+    (optimizer, schedule), (other, loaded) = make(), make()
     for steps in (1, 6):
         loaded.load_state_dict(checkpoint.load(save(tmp_path, steps, schedule.state_dict())))
         for _ in range(steps):
