@@ -1,6 +1,6 @@
-"""dualtrain/hvd/README.md#matching-and-errors: calls with which Horovod hangs or crashes, and dualtrain does not.
+"""dualtrain/hvd/README.md#matching-and-errors: calls that must not hang or crash.
 
-tests/launch/test_hangs.py makes the calls of ``BODIES`` with Horovod.
+With those of ``BODIES``, Horovod itself hangs or crashes, as tests/launch/test_hangs.py shows.
 """
 
 from __future__ import annotations
