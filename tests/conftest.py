@@ -195,7 +195,7 @@ def _world_index(item: pytest.Item) -> int:
     A test that uses only ``pool`` has the index of ``REAL[0]``.
     """
     params = getattr(getattr(item, "callspec", None), "params", {})
-    used = [params[name] for name in ("spmd", "typical", "many", "processes", "real", "shared") if name in params]
+    used = [params[name] for name in ("spmd", "typical", "many", "processes", "real", "shared", "world") if name in params]
     if used:
         return WORLDS.index(used[0])
     return WORLDS.index(REAL[0]) if "pool" in getattr(item, "fixturenames", ()) else -1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -334,10 +335,10 @@ def is_interrupted_late(backend, owner, name):
     for step in range(4):
         p.grad = q.grad = None
         reducer.renew()
-        if step == 2 and backend.rank == 0:
+        if step == 1 and backend.rank == 0:  # the views of the first gradients make the next round move the bucket
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(owner, name, interrupted_after(getattr(owner, name)))
-                with suppress(KeyboardInterrupt):
+                with pytest.raises(KeyboardInterrupt) if backend.transport.startswith("shm") else nullcontext():
                     reducer.buckets[0].memory.leave_views()
         backward(backend, (p, q), step)
         kept.append(q.grad.view(-1))
@@ -453,7 +454,11 @@ def raise_out_of_memory(*args):
 
 def runs_without_memory(backend):
     """Keep views although there is no memory for a copy of the bucket: later gradients are right, and overwrite them."""
-    backend.replace_buffer = raise_out_of_memory
+    with mock.patch.object(backend, "replace_buffer", raise_out_of_memory):
+        keeps_views_without_memory(backend)
+
+
+def keeps_views_without_memory(backend):
     params = [nn.Parameter(torch.zeros(n)) for n in (3, 20000)]
     reducer = GradientReducer([("p", params[0]), ("q", params[1])], backend)
     kept = []
