@@ -1173,6 +1173,11 @@ CASES = [
         "from horovod.torch.optimizer import _DistributedOptimizer as O\nhvd.mpi_ops._basics.rank()\nO(model)",
     ),
     (
+        "optimizer_state",
+        "o = torch.optim.Muon(p, lr=0.1)\nhvd.broadcast_optimizer_state(o, 0)  # HERE\no = hvd.DistributedOptimizer(o)",
+        "o = torch.optim.Muon(p, weight_decay=0)\nhvd.broadcast_optimizer_state(o, 0)\no = hvd.DistributedOptimizer(o)\n",
+    ),
+    (
         "optimizer_state",  # before wrapping, only weight decay matters: the wrapper discards the state
         "o = torch.optim.AdamW(p, lr=0.1)\nhvd.broadcast_optimizer_state(o, 0)  # HERE\no = hvd.DistributedOptimizer(o)",
         "o = torch.optim.Adam(p, lr=0.1)\nhvd.broadcast_optimizer_state(o, 0)\no = hvd.DistributedOptimizer(o)\n"

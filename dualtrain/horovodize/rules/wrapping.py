@@ -53,7 +53,7 @@ _BROADCAST_STATE = (
 
 
 def _is_loaded_by_all(source: Source, load: ast.Call) -> bool:
-    """Return whether all ranks may run ``load``, or the program broadcasts the optimizer's state."""
+    """Return whether ``load`` does not look like code of one rank, or the program broadcasts the optimizer's state."""
     broadcasts = any(file.hvd_calls("broadcast_optimizer_state") for file in source.files)
     return broadcasts or not Guards.of(source).looks_like_one_rank(load)
 
@@ -80,7 +80,7 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
     guards = Guards.of(source)
     for call in source.hvd_calls("broadcast_optimizer_state"):
         given = first_argument(call, "optimizer")
-        if guards.is_without_horovod(call) or (given is not None and _is_unchanged(source, given, call)):
+        if guards.is_without_horovod(call) or (given is not None and _ignores_zeros(source, given, call)):
             continue
         changed = "the weights"
         if given is not None and _gets_plain_optimizer(source, call, given):
@@ -99,7 +99,7 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
 def _gets_plain_optimizer(source: Source, call: ast.Call, optimizer: ast.expr) -> bool:
     """Return whether ``call`` gets the plain optimizer, although the function around ``call`` also makes a wrapper of it.
 
-    The wrapper has a different name, or is made later.
+    This is so if the wrapper has a different name, or is made later.
     """
     text, scope = ast.unparse(optimizer), source.scope(call)
     wraps = [wrap for wrap in source.hvd_calls("DistributedOptimizer") if source.scope(wrap) is scope]
@@ -131,13 +131,16 @@ def _values_before(source: Source, variable: ast.expr, node: ast.AST) -> list[as
 
 
 def _shows_decay(source: Source, optimizer: ast.expr) -> bool:
-    """Return whether the script shows that ``optimizer`` may have a weight decay other than 0."""
+    """Return whether the script shows that ``optimizer`` may change weights if gradients are 0: it has a weight decay.
+
+    ASGD without ``weight_decay`` counts too, because its ``lambd`` makes weights smaller.
+    """
     same = [(value, source.scope(at)) for text, value, at in source.assignments if text == ast.unparse(optimizer)]
     made = [value for value, scope in same if scope is source.scope(optimizer)] or [value for value, _ in same]
     calls = [value for value in made if isinstance(value, ast.Call) and _unwrapped(source, value) is value]
     # The AdamW of a different library, such as transformers, may have no weight decay by default.
     by_default = (source.name(call.func) for call in calls if keyword(call, "weight_decay") is None)
-    decays = any(name.startswith("torch.optim.") and name.endswith((".AdamW", ".ASGD")) for name in by_default)
+    decays = any(name.startswith("torch.optim.") and name.endswith((".AdamW", ".ASGD", ".Muon")) for name in by_default)
     return decays or any(not _is_zero(source, keyword(call, "weight_decay")) for call in calls)
 
 
@@ -146,7 +149,7 @@ def _is_zero(source: Source, decay: ast.expr | None) -> bool:
     return decay is None or (constant is not None and constant.value == 0)
 
 
-def _is_unchanged(source: Source, optimizer: ast.expr, call: ast.Call, depth: int = 0) -> bool:
+def _ignores_zeros(source: Source, optimizer: ast.expr, call: ast.Call, depth: int = 0) -> bool:
     """Return whether a step with gradients of zeros certainly has no effect on the training with ``optimizer``.
 
     True for SGD that certainly has no weight decay and no dampening. (torch applies dampening from an optimizer's second
@@ -158,9 +161,9 @@ def _is_unchanged(source: Source, optimizer: ast.expr, call: ast.Call, depth: in
         # Leave out the wrapper in optimizer = hvd.DistributedOptimizer(optimizer): the variable's other values decide.
         before = _values_before(source, optimizer, call)
         values = [value for value in before if ast.unparse(_unwrapped(source, value)) != text]
-        return depth < 4 and bool(values) and all(_is_unchanged(source, value, call, depth + 1) for value in values)
+        return depth < 4 and bool(values) and all(_ignores_zeros(source, value, call, depth + 1) for value in values)
     if (inner := _unwrapped(source, optimizer)) is not optimizer:
-        return _is_unchanged(source, inner, call, depth + 1)
+        return _ignores_zeros(source, inner, call, depth + 1)
     if source.name(optimizer.func) == "torch.optim.SGD":
         known = len(optimizer.args) < 4 and all(each.arg not in (None, "dampening") for each in optimizer.keywords)
         return known and _is_zero(source, keyword(optimizer, "weight_decay"))
@@ -189,7 +192,7 @@ def frozen_after_wrapping(source: Source) -> Iterator[Finding]:
 
 
 def _freezes(source: Source, node: ast.AST) -> bool:
-    """Return whether ``node`` freezes parameters; False if its function also unfreezes some, as for a GAN."""
+    """Return whether ``node`` freezes parameters; False if the function around it also unfreezes some, as for a GAN."""
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "requires_grad_":
         value = first_argument(node, "requires_grad")
         return is_bool(value, False) and not _unfreezes_too(source, node)
