@@ -100,8 +100,8 @@ class RankFailedError(RuntimeError):
     Attributes:
         rank: the rank that failed.
         trace: the traceback of the function's exception on that rank; empty if it raised none.
-        by_peer: true if a collective operation raised the exception, or one that led to it. A different rank may be the
-            cause then.
+        by_peer: true if a collective operation raised the exception, or an exception that led to it. A different rank may
+            be the cause then.
     """
 
     def __init__(self, message: str, rank: int, trace: str = "", *, by_peer: bool = False) -> None:

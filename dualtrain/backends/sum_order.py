@@ -54,7 +54,8 @@ class SumOrder:
         additions: additions of partial sums; made in this order, they leave the sum of all shards in the first partial sum.
         merges: for each rank and each of its shards, how often the rank merges its two newest partial sums after it has
             computed that shard.
-        buffers: the largest number of partial sums of any rank, minus 1: a rank's last one needs no extra buffer.
+        buffers: how many buffers each rank needs to send its partial sums: the largest number of partial sums that any rank
+            sends, minus 1, since the last one is sent from the bucket.
 
     Raises:
         ValueError: ``shards`` is below 1.

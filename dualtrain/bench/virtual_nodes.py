@@ -1,11 +1,10 @@
 """Virtual nodes of ``bench --scale``: network namespaces of this machine, each with its own host name, joined by a bridge.
 
 Ranks on different nodes see different host names and addresses, and communicate over TCP through the bridge, whose latency
-is low.
-The nodes share the cores and the disk. Each node has an /etc/hosts with the addresses of all nodes, because Gloo looks up
-the host's own name. Nothing outside the namespaces is changed: the bridge has a namespace of its own. The kernel removes a
-namespace when its last process has ended. The processes that keep the namespaces alive exit when the bench ends, even
-if the bench was killed.
+is low. The nodes share the cores and the disk. Each node has an /etc/hosts with the addresses of all nodes, because Gloo
+looks up the host's own name. Nothing outside the namespaces is changed: the bridge has a namespace of its own. The kernel
+removes a namespace when its last process has ended. The processes that keep the namespaces alive exit when the bench ends,
+even if the bench was killed.
 """
 
 from __future__ import annotations

@@ -175,9 +175,7 @@ def run_children(
 
 
 def _collect(children: Sequence[Child]) -> list[bytes]:
-    """Return the results of all ranks. Blocks until all ranks have ended.
-
-    If all functions have returned, blocks for ``EXIT_SECONDS`` more at most.
+    """Return the results of all ranks. Blocks until all ranks have ended, or ``EXIT_SECONDS`` after all functions returned.
 
     Raises:
         RankFailedError: a rank failed. If several failed, an error that is not ``by_peer`` is preferred.
@@ -234,7 +232,7 @@ def _deadline(children: Sequence[Child], failures: Sequence[RankFailedError], cu
 def _end(children: Sequence[Child], all_returned: bool) -> None:
     """End the ranks that still run, with the processes that they have started, and close every child.
 
-    Unless all functions have returned (``all_returned``), also end the processes that ended ranks have started. Blocks for
+    Unless all functions have returned (``all_returned``), also end the processes of the ranks that have ended. Blocks for
     some seconds, or longer if the kernel does not end the processes.
     """
     left = [child for child in children if child.status is None]

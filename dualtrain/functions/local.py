@@ -52,7 +52,8 @@ def run_with(
     """Do the same as :func:`run`, but add ``variables`` to the ranks' environment, and use the Python ``executable``."""
     _check(function, nproc)
     payload = pickled_call(function, args, kwargs)
-    open_closed_streams()  # otherwise a socket may get the number of a closed stream, and receive what a rank prints
+    # Otherwise a socket may get the file descriptor of a closed stream, and receive what a rank prints.
+    open_closed_streams()
     with store_for_children(nproc) as (rendezvous, secret):
         env, job = rank_environment(nproc) | dict(variables), new_job()
         environments = [env | spawned(rank, nproc, rendezvous, secret, job) for rank in range(nproc)]
@@ -95,12 +96,12 @@ def refuse_other_backend() -> None:
 
 
 #: Arguments of horovod.run that are ignored, such as those for ssh and those that choose between Gloo and MPI.
-_WITHOUT_EFFECT = frozenset(
+_IGNORED = frozenset(
     ["start_timeout", "ssh_port", "ssh_identity_file", "disable_cache", "verbose", "use_gloo", "use_mpi", "mpi_args"]
 )
 #: All arguments of horovod.run.
 ARGUMENTS = {"func", "args", "kwargs", "num_proc", "np", "executable", "network_interface", "network_interfaces"}
-ARGUMENTS |= {*RUN_UNSUPPORTED, *_WITHOUT_EFFECT}
+ARGUMENTS |= {*RUN_UNSUPPORTED, *_IGNORED}
 
 
 def horovod_run(
@@ -117,8 +118,8 @@ def horovod_run(
 ) -> list[Any]:
     """``horovod.run`` on ranks of this host. See :func:`run` for the results and exceptions.
 
-    Horovod's other arguments are ignored if they make no difference on one host, and refused if they request other hosts,
-    elastic training or output files.
+    Horovod's arguments for ssh, logging, the start timeout, and the choice of Gloo or MPI are ignored. Those that request
+    other hosts, elastic training or output files are refused.
 
     Raises:
         TypeError: horovod.run has no such argument.
@@ -127,7 +128,7 @@ def horovod_run(
         warnings.warn("np is deprecated, use num_proc instead", DeprecationWarning, stacklevel=2)
         num_proc = np
     for name, value in others.items():
-        if name not in RUN_UNSUPPORTED and name not in _WITHOUT_EFFECT:
+        if name not in RUN_UNSUPPORTED and name not in _IGNORED:
             raise TypeError(f"run() got an unexpected keyword argument {name!r}")
         if name in RUN_UNSUPPORTED and value is not None and not (name == "hosts" and is_this_host(value)):
             raise UserError(

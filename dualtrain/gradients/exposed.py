@@ -25,8 +25,8 @@ class ExposedTensors:
 
     Attributes:
         whole: tensor with the memory of ``values``; the slots' tensors are views of it.
-        tensors: slot → tensor whose version counter counts only the program's in-place changes. Slots that are not
-            in this dict use the tensor at the key ``None``. See ``Slot.move_kept``.
+        tensors: slot → tensor whose version counter counts only the program's in-place changes; ``None`` → ``whole``,
+            which has this counter for all slots that are not in the dict. See ``Slot.move_kept``.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
@@ -36,13 +36,16 @@ class ExposedTensors:
         self._address, self._storage = values.data_ptr(), self.whole.untyped_storage()
 
     def watch(self, slots: Sequence[Slot]) -> None:
-        """Count the references while the program has none: call this right after the ``slots`` got their tensors."""
+        """Record how many uses the storage has while the program keeps no views, for :meth:`have_views`.
+
+        Call this right after the ``slots`` got their tensors.
+        """
         self._slots, self._params = slots, [slot.param for slot in slots]
         self._addresses = [slot.address for slot in slots]
         self._uses = _storage_uses(self._storage._cdata)
 
     def have_views(self) -> bool:
-        """Return whether the program keeps a view of a gradient on the CPU, or C++ code refers to such a gradient."""
+        """Return whether the program keeps a view of a gradient, or C++ code refers to one. Always false on a GPU."""
         if not self._counts:
             return False
         # This runs in every step, so its loops run in C.

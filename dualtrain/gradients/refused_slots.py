@@ -9,7 +9,7 @@ from dualtrain.gradients.slots import Slot
 
 @dataclass
 class RefusedSlots:
-    """For each reason to refuse, the first slot of a bucket that was found to have it.
+    """For each reason to refuse, the first slot of the bucket to which it applies.
 
     Attributes:
         misplaced: its gradient lies in the memory of another gradient. Found by ``Bucket.pack``.

@@ -4,7 +4,7 @@ Operations on a backend are matched by their order. But backward may reach two r
 or only one of them on some ranks. So if a backend has several reducers, the ranks agree at the end of a backward pass
 which reducers have gradients on any rank. Then all ranks exchange the gradients of these reducers in the same order. Only
 one of several reducers sends buckets during backward: the one that came first in their last exchange (initially, number 0).
-If any rank has sent one of its buckets, it comes first again.
+If any rank has sent a bucket of this reducer, the reducer comes first again.
 """
 
 from __future__ import annotations

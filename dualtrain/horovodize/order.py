@@ -53,7 +53,10 @@ def nodes_after(source: Source, first: ast.AST) -> Iterator[ast.AST]:
 
 
 def nodes_certainly_after(source: Source, first: ast.AST, depth: int = 0) -> Iterator[ast.AST]:
-    """Yield the nodes after ``first`` that a run with Horovod reaches only if it has reached ``first``."""
+    """Yield the nodes after ``first`` that a run with Horovod reaches only if it has reached ``first``.
+
+    It is assumed that the run enters all loops.
+    """
     guards, scope, seen = Guards.of(source), source.scope(first), set[Scope]()
     for node in _following(source, first):
         if guards.runs_whenever(first, node):

@@ -8,7 +8,7 @@ import torch
 
 
 class Compressor:
-    """Interface of compressors. Users may pass their own subclass in place of a member of :class:`Compression`."""
+    """Interface of compressors. Users may pass a class of their own in place of a member of :class:`Compression`."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:

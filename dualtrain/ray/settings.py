@@ -13,7 +13,7 @@ class Settings:
     """Time limits and network interfaces. Horovod's settings objects have the same attributes, and are accepted too.
 
     Attributes:
-        timeout_s: seconds for each of the steps in which the actors start.
+        timeout_s: time limit in seconds of each step in the start of the actors.
         placement_group_timeout_s: seconds for Ray to reserve resources for all actors.
         nics: network interfaces; only the first one is used.
     """
@@ -30,7 +30,7 @@ class Placement:
     Attributes:
         num_workers: number of ranks.
         num_hosts: number of hosts, with the same number of ranks on each; with ``None``, Ray uses as few hosts as it can.
-            Not enforced in the placement group of the calling task.
+            If the placement group of the calling task is used, this number has no effect.
         cpus: CPUs of each rank.
         gpus: GPUs of each rank.
         current_group: true to use the placement group of the calling task, if there is one.

@@ -143,7 +143,7 @@ def _route(destination: str) -> str:
 
 
 #: The environment belongs to the whole process: two threads must not set and restore the same variable at once.
-_environment = threading.RLock()
+_environment_lock = threading.RLock()
 
 
 @contextmanager
@@ -152,7 +152,7 @@ def variables(values: Mapping[str, str | None]) -> Iterator[None]:
 
     ``None`` unsets a variable. Only one thread at a time can be inside such a block; other threads wait.
     """
-    with _environment:
+    with _environment_lock:
         before = {name: os.environ.get(name) for name in values}
         _set(values)
         try:

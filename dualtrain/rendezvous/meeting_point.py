@@ -30,7 +30,7 @@ from dualtrain.rendezvous.store import Store, StoreServer, dial, listen, serve
 #: Sockets that :func:`reserve` opened and on which no store is served yet, by (host, port).
 _RESERVED: dict[tuple[str, int], socket.socket] = {}
 #: The stores that this process has joined, by (host, port, name of the world, size of the world). The name is empty, and
-#: the size 0, if a parent process of a rank serves the store.
+#: the size 0, if the ranks' parent process serves the store.
 _JOINED: dict[tuple[str, int, str, int], Store] = {}
 #: The module mpi4py.MPI, if this module has initialized MPI.
 _initialized: list[Any] = []
@@ -68,7 +68,7 @@ def join(world: World, timeout: float) -> Store:
     """
     assert world.rendezvous is not None
     host, port = world.rendezvous
-    # If a parent process of a rank serves the store, all worlds of the job share it. Otherwise rank 0 of each world serves
+    # If the ranks' parent process serves the store, all worlds of the job share it. Otherwise rank 0 of each world serves
     # a store of its own.
     key = host, port, *(("", 0) if world.served else (world.name, world.size))
     if key not in _JOINED:
@@ -86,7 +86,7 @@ def _secret(world: World) -> str:
 
 
 def leave(world: World) -> None:
-    """Close the stores that :func:`join` returned for the rendezvous of ``world``, because the world could not start."""
+    """Close the stores that :func:`join` returned for the rendezvous of ``world``: call this if it could not start."""
     for key in [key for key in _JOINED if key[:2] == world.rendezvous]:
         _JOINED.pop(key).close()
 
@@ -124,9 +124,10 @@ def world_of(comm: Any, world: World) -> World:
 
 
 def parts_of(comm: Any, parent: Any = None) -> tuple[list[int], list[list[int]]]:
-    """Return the ranks in ``parent`` of ``comm``'s processes, and the different lists that ``parent``'s processes get.
+    """Return the processes of ``comm``, as ranks of ``parent``, and the different lists of all processes of ``parent``.
 
-    Both are mpi4py communicators. ``parent`` is ``MPI.COMM_WORLD`` by default. Collective over ``parent``; blocks.
+    There is one such list for each group of processes that have made a communicator together. ``comm`` and ``parent`` are
+    mpi4py communicators. ``parent`` is ``MPI.COMM_WORLD`` by default. Collective over ``parent``; blocks.
 
     Raises:
         ValueError: on every rank, if ``comm`` is no valid communicator on some ranks, such as ``MPI.COMM_NULL``.
@@ -219,7 +220,7 @@ def within(timeout: float, call: Callable[[], Result], what: str) -> Result:
 
 
 def _share(world: World, bcast: Callable[..., Any], allgather: Callable[..., Any]) -> Meeting:
-    """Reserve a meeting on rank 0, and return it on every rank. Collective; blocks."""
+    """Reserve the store's address on rank 0; return it with the secret on every rank. Collective; blocks."""
     hosts = allgather(identity())
     meeting = reserve(single_host=len(set(hosts)) == 1) if world.rank == 0 else None
     (host, port), secret = bcast(meeting, root=0)

@@ -37,8 +37,8 @@ def check_restart(output: OutputSection, settings: Mapping[str, Any], lock: Fold
     """Refuse a start that would end like the previous one. Call it on rank 0, after ``run_dir.enter``.
 
     A start with other settings is allowed. So is a start with a plain ``--resume`` or ``--resume FILE``, since these flags
-    are given by a person. A start with ``--resume auto`` is refused, since a launcher that restarts jobs repeats this flag.
-    (In a restart of the same job that resumes from the newest checkpoint, ``output.resume`` is ``"auto"`` too.)
+    are given by a person. This does not apply to ``--resume auto``, which a launcher that restarts jobs repeats.
+    (``run_dir.enter`` sets ``output.resume`` to ``"auto"`` too, in a restart that resumes from the newest checkpoint.)
 
     Raises:
         UserError: with the reason why the run ended, and the cure.

@@ -5,7 +5,8 @@ A text contains no memory addresses and no device numbers, and does not depend o
 - A function is described by its name, its code, its default arguments, and the parts of its closure variables that it uses.
   A method is described by these and by the parts of its object that it uses. Global variables are left out.
 - An object is described by its class and by its public attributes that are plain values, short lists of them, tensors,
-  arrays, functions or modules. Attributes are read from ``__dict__``, so no property and no ``__getattr__`` runs.
+  arrays, functions or modules. Attributes are read from ``__dict__``, so no property and no ``__getattr__`` runs. An
+  ``nn.Module`` is described by the plain values of it and of its submodules.
 - A scheduler is described by its class and all of its attributes, except the optimizer.
 
 Attributes of objects other than schedulers, and closure variables, are left out if their names begin with an underscore, or

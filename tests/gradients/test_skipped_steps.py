@@ -22,7 +22,7 @@ def zero_part(model):
 
 
 def zero_nothing(model):
-    """Change nothing. On a GPU, zeroing in place cannot be distinguished from this, because no values are read."""
+    """Change nothing. On a GPU, this counts as zeroing in place, because no values are read."""
 
 
 ZERO = pytest.mark.parametrize("zero", [zero_data, zero_part, zero_nothing])

@@ -373,7 +373,7 @@ def test_optimizers_may_share_parameters_that_are_frozen_when_the_newer_optimize
 
 
 def scaled(backend, overflow):
-    """Train in mixed precision as Horovod documents it. In step 1, the gradient of rank ``overflow`` is infinite."""
+    """Scale the loss as Horovod documents for mixed precision. In step 1, rank ``overflow`` has an infinite gradient."""
     with library(backend) as hvd:
         p = nn.Parameter(torch.ones(2))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)])
