@@ -952,6 +952,19 @@ CASES = [
         WRAP + "hvd.init()\ntorch.cuda.set_device(hvd.local_rank())\ndevice = torch.device('cuda:0')\nmodel.cuda()",
     ),
     (
+        "same_gpu",  # no finding if another value of the variable may be a different GPU
+        WRAP + "hvd.init()\nn = hvd.local_rank()\nd = 'cuda:0' if cuda else 'cpu'\nd = torch.device(d)\nx.to(d)  # HERE",
+        WRAP + "hvd.init()\nn = hvd.local_rank()\n"
+        "d = 'cuda:0'\nif hvd.size() > 1:\n    d = 'cuda:%d' % n\nx.to(d)\n"
+        "e = 'cuda:0'\nif hvd.size() > 1:\n    e = torch.device('cuda', n)\nx.to(e)\n"
+        "f = 'cuda:0'\nif hvd.size() > 1:\n    f = n\nx.to(f)",
+    ),
+    (
+        "same_gpu",
+        WRAP + "hvd.init()\nd = 'cuda:0'\nx.to(d)  # HERE",
+        WRAP + "hvd.init()\nd = 'cuda:0'\nif hvd.size() > 1:\n    d = 'cuda:%d' % hvd.rank()\nx.to(d)",
+    ),
+    (
         "same_gpu",  # the device is an element of a dict
         WRAP
         + "hvd.init()\ntorch.cuda.set_device(hvd.local_rank())\na['device'] = torch.device('cuda:0')  # HERE\nlib.fit(a)",

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES, RANK_NAMES
-from dualtrain.horovodize.nodes import first_argument, keyword, last_name
+from dualtrain.horovodize.nodes import first_argument, given_values, keyword, last_name
 from dualtrain.horovodize.order import nodes_certainly_after, runs_on_driver
 from dualtrain.horovodize.source import Finding, Source
 
@@ -75,7 +75,7 @@ _VISIBLE = re.compile(r"visible_devices|get_device|set_visible", re.IGNORECASE)
 def _uses_first_gpu(source: Source, guards: Guards, call: ast.Call) -> bool:
     """Return whether ``call`` moves data to ``cuda:0``, or makes it the only value of a variable that the program reads.
 
-    If ``call`` moves data to a variable, one of its values must be ``cuda:0``; the variable may have other values too.
+    If ``call`` moves data to a variable, one of its values must be ``cuda:0``, and no other value may be a different GPU.
     """
     name = source.name(call.func)
     if not isinstance(call.func, ast.Attribute) or (name != "torch.device" and call.func.attr != "to"):
@@ -84,10 +84,25 @@ def _uses_first_gpu(source: Source, guards: Guards, call: ast.Call) -> bool:
     words = [node.value for value in given for node in ast.walk(value) if isinstance(node, ast.Constant)]
     if "cuda:0" not in words or guards.looks_like_one_rank(call) or _is_chosen(source, call):
         return False
+    if _may_be_other_gpu(source, call.args[0]):
+        return False
     if name != "torch.device":
         return True
     target = next((target for target, value, _ in source.assignments if value is call), "")
     return bool(target) and len(source.values[target]) == 1 and _is_loaded(source, target)
+
+
+def _may_be_other_gpu(source: Source, variable: ast.expr, value: ast.expr | None = None) -> bool:
+    """Return whether ``value``, or else a value of ``variable``, may be a GPU other than the first: ``f"cuda:{n}"``."""
+    if value is None:
+        return any(_may_be_other_gpu(source, variable, one) for one in (variable, *_visible_values(source, variable)))
+    if isinstance(value, ast.IfExp):
+        return any(_may_be_other_gpu(source, variable, one) for one in (value.body, value.orelse))
+    if isinstance(value, ast.Call) and source.name(value.func) == "torch.device":
+        return len(value.args) > 1 or any(_may_be_other_gpu(source, variable, one) for one in given_values(value))
+    if isinstance(value, ast.Constant):
+        return value.value not in ("cuda", "cuda:0", "cpu")
+    return ast.unparse(value) != ast.unparse(variable)
 
 
 def _is_loaded(source: Source, target: str) -> bool:
@@ -130,7 +145,7 @@ def _uses_default_gpu(source: Source, call: ast.Call) -> bool:
         return False
     values = [call.args[0], *_visible_values(source, call.args[0])]
     constants = [node.value for value in values for node in ast.walk(value) if isinstance(node, ast.Constant)]
-    return any(text in ("cuda", "cuda:0") for text in constants)
+    return any(text in ("cuda", "cuda:0") for text in constants) and not _may_be_other_gpu(source, call.args[0])
 
 
 def _visible_values(source: Source, variable: ast.expr) -> list[ast.expr]:
