@@ -1455,6 +1455,14 @@ CASES = [
         "o = BertAdam(p, lr=0.1 * hvd.size(), warmup=0)  # HERE",
         "o = BertAdam(p, lr=0.1 * hvd.size(), warmup=0.1)",
     ),
+    *(
+        (
+            "rate_times_size",
+            f"{call}\no = torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE",
+            "o = torch.optim.SGD(p, lr=0.1 * hvd.size())\nfit(o, warmup_epochs=5, benchmark=True)",
+        )
+        for call in ("timeit(model, num_warmup_batches=10)", "num_warmup_batches = int(os.environ['N'])")
+    ),
     (
         "rate_times_size",
         "timeit.timeit(step, number=args.num_warmup_batches)\no = torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE",

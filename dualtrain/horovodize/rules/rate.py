@@ -64,8 +64,7 @@ def _warms_up(source: Source) -> bool:
     These do not count:
 
     - a keyword argument that is zero;
-    - the warm-up of a time measurement, unless its name is that of a keyword argument, or of a variable to which the result
-      of a call is assigned;
+    - the warm-up of a time measurement;
     - options that are only declared;
     - torch's CosineAnnealingWarmRestarts.
 
@@ -76,16 +75,18 @@ def _warms_up(source: Source) -> bool:
             if _starts_lower(source, node):
                 return True
             words = [word for word in node.keywords if word.arg and _WARM_UP.search(word.arg)]
-            steps = [word.value for word in words if not (isinstance(word.value, ast.Constant) and not word.value.value)]
+            steps = [word for word in words if not (isinstance(word.value, ast.Constant) and not word.value.value)]
+            timed = all(_is_timed(node, word.arg) for word in steps)
             names = [node.func, *(node.args if last_name(node.func) not in ("print", "range") else ())]
             named = not words and any(_WARM_UP.search(last_name(part)) for part in names)
-            if steps or (named and not _is_of_measurement(source, node)):
+            if not timed or (named and not _is_of_measurement(source, node)):
                 return True
         elif isinstance(node, ast.BinOp | ast.Compare):
             parts = [node.left, node.right] if isinstance(node, ast.BinOp) else [node.left, *node.comparators]
             if any(_WARM_UP.search(last_name(part)) for part in parts) and not _is_of_measurement(source, node):
                 return True
-    return any(_WARM_UP.search(target) for target, value, _ in source.assignments if isinstance(value, ast.Call))
+    called = ((target, value) for target, value, _ in source.assignments if isinstance(value, ast.Call))
+    return any(_WARM_UP.search(target) and not _is_timed(value, target) for target, value in called)
 
 
 def _starts_lower(source: Source, call: ast.Call) -> bool:
@@ -133,6 +134,11 @@ _WARM_UP = re.compile(r"warm_?up|(^|_)wu(_|$)|gradual", re.IGNORECASE)
 def _is_of_measurement(source: Source, node: ast.AST) -> bool:
     """Return whether the warm-up belongs to a time measurement: its iterations run before the timer starts."""
     return re.search(r"bench|timeit|num_warmup_(batches|iters)", ast.unparse(source.statement(node))) is not None
+
+
+def _is_timed(call: ast.Call, name: str | None) -> bool:
+    """Return whether ``call`` measures time, or ``name`` (its keyword, or the variable of its result) says that it does."""
+    return re.search(r"bench|timeit|num_warmup_batches", f"{ast.unparse(call.func)} {name}") is not None
 
 
 def _message(source: Source, value: ast.expr) -> str:
