@@ -26,7 +26,8 @@ class Bindings:
       parameter's name to such a module; and this name contains hvd or horovod, or a call passes the module to the function.
 
     An import in a function binds the name in this function only, unless the function declares the name as global or
-    nonlocal.
+    nonlocal. If several imports in one scope bind the same name, the one in the innermost block around the use counts.
+    Otherwise the last one counts, or one of a module in ``HOMES`` if the last one is conditional (``except ImportError:``).
 
     Args:
         nodes: all nodes of the script in source order.
@@ -36,9 +37,10 @@ class Bindings:
 
     def __init__(self, nodes: Iterable[ast.AST], parents: Mapping[ast.AST, ast.AST], imports_of: _ImportsOf) -> None:
         self._parents = parents
-        self._imports: dict[ast.AST, dict[str, str]] = {}
+        #: Imports that bind each name, by scope: the node of the import, and the full name.
+        self._imports: dict[ast.AST, dict[str, list[tuple[ast.AST, str]]]] = {}
         self._others: dict[ast.AST, set[str]] = {}
-        #: Full name of each imported name; the last import counts.
+        #: Full name of each imported name; the last import counts, but one of a module in ``HOMES`` before others.
         self.imported: dict[str, str] = {}
         everything = list(nodes)
         module = next((node for node in everything if isinstance(node, ast.Module)), ast.Module([], []))
@@ -46,9 +48,10 @@ class Bindings:
         shared = {(self._scope(node), name): self._declared_in(node, module) for node in declared for name in node.names}
         for node in everything:
             for name, full in imports_of(node):
-                self.imported[name] = full
+                if full in HOMES or self.imported.get(name) not in HOMES:
+                    self.imported[name] = full
                 scope = shared.get((self._scope(node), name), self._scope(node))
-                self._imports.setdefault(scope, {})[name] = full
+                self._imports.setdefault(scope, {}).setdefault(name, []).append((node, full))
         for node in everything:
             for name in self._bound_by(node) if self.imported else ():
                 if name in self.imported:
@@ -73,10 +76,32 @@ class Bindings:
             if name in self._others.get(scope, ()):
                 return ""
             if name in self._imports.get(scope, ()):
-                return self._imports[scope][name]
+                return self._nearest(self._imports[scope][name], scope, node)
             if isinstance(scope, _FUNCTION) and name in _parameters(scope):
                 return "" if certain else self.imported[name]  # most likely, the caller imports the module and passes it
         return ""
+
+    @property
+    def may_replace(self) -> bool:
+        """Return whether an import of another module may take the place of one in ``HOMES``, as a fallback does."""
+        same_name = [imports for of_scope in self._imports.values() for imports in of_scope.values()]
+        return any(len({full.startswith(HOMES) for _, full in imports}) > 1 for imports in same_name)
+
+    def _nearest(self, imports: list[tuple[ast.AST, str]], scope: ast.AST, node: ast.AST) -> str:
+        """Return the full name that counts at ``node`` if all ``imports`` bind the same name in ``scope``."""
+        if len({full for _, full in imports}) > 1:
+            below = node
+            for above in self._above(node):
+                if above is scope:
+                    break
+                block = _block(above, below)
+                found = [full for at, full in imports if at in block]
+                if found:
+                    return found[-1]
+                below = above
+            if self._parents[imports[-1][0]] is not scope:
+                return next((full for _, full in reversed(imports) if full.startswith(HOMES)), imports[-1][1])
+        return imports[-1][1]
 
     def _bound_by(self, node: ast.AST) -> Iterator[str]:
         """Yield the names that ``node`` binds, other than by an import.
@@ -157,6 +182,12 @@ class Bindings:
         while (parent := self._parents.get(node)) is not None:
             yield parent
             node = parent
+
+
+def _block(parent: ast.AST, child: ast.AST) -> list[ast.AST]:
+    """Return the block of ``parent`` (its body, ``else`` or ``finally``) that contains ``child``, or an empty list."""
+    blocks = (getattr(parent, name, None) for name in ("body", "orelse", "finalbody"))
+    return next((block for block in blocks if isinstance(block, list) and child in block), [])
 
 
 def _passed_names(call: ast.Call) -> Iterator[ast.Name]:

@@ -215,6 +215,11 @@ class Source:
         """Full names of everything that is imported."""
         return set(self._bindings.imported.values())
 
+    @property
+    def may_replace_horovod(self) -> bool:
+        """Return whether another module may have horovod.torch's name: ``except ImportError: import stub as hvd``."""
+        return self._bindings.may_replace
+
     @cached_property
     def uses_elastic(self) -> bool:
         """Return whether the script uses ``hvd.elastic``."""

@@ -1963,6 +1963,25 @@ def test_imports_are_followed(text):
     assert [finding.line for finding in discarded_result(Source(text))] == [2]
 
 
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "try:\n    import horovod.torch as hvd\nexcept ImportError:\n    import stub as hvd",
+        "try:\n    import horovod.torch as hvd\nexcept ImportError:\n    from stub import hvd",
+        "if args.b:\n    import horovod.torch as hvd\nelse:\n    import byteps.torch as hvd\n    hvd.init(lazy=False)",
+        "if args.b:\n    import byteps.torch as hvd\n    hvd.init(lazy=False)\nelse:\n    import horovod.torch as hvd",
+        "import byteps.torch as hvd\nimport horovod.torch as hvd",
+    ],
+)
+def test_an_import_of_horovod_counts_outside_of_the_block_that_imports_another_module(imports):
+    found = findings(Source(f"{imports}\nhvd.allreduce(x)\n"))
+    assert [finding.line for finding in found] == [imports.count("\n") + 2]
+
+
+def test_the_last_import_of_a_name_counts_if_it_is_not_conditional():
+    assert not Source("import horovod.torch as hvd\nimport byteps.torch as hvd\nhvd.init()\n").hvd_calls("init")
+
+
 def test_an_import_in_a_function_binds_its_name_in_this_function_only():
     both = "    import horovod.torch as hvd\n    hvd.allreduce(x)\ndef g():\n    hvd.allreduce(x)\n"
     assert [found.line for found in discarded_result(Source(f"def f():\n{both}"))] == [3]
