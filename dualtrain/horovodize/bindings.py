@@ -29,6 +29,8 @@ class Bindings:
     nonlocal. If several imports in one scope bind the same name, the one in the innermost block around the use counts.
     Otherwise the last one counts, or one of a module in ``HOMES`` if the last one is conditional (``except ImportError:``).
 
+    An assignment of a module in ``HOMES``, as in ``hvd = horovod.torch``, counts as an import.
+
     Args:
         nodes: all nodes of the script in source order.
         parents: parent of each node.
@@ -47,7 +49,7 @@ class Bindings:
         declared = [node for node in everything if isinstance(node, ast.Global | ast.Nonlocal)]
         shared = {(self._scope(node), name): self._declared_in(node, module) for node in declared for name in node.names}
         for node in everything:
-            for name, full in imports_of(node):
+            for name, full in (*imports_of(node), *self._copies_of(node)):
                 if full in HOMES or self.imported.get(name) not in HOMES:
                     self.imported[name] = full
                 scope = shared.get((self._scope(node), name), self._scope(node))
@@ -103,6 +105,15 @@ class Bindings:
                 return next((full for _, full in reversed(imports) if full.startswith(HOMES)), imports[-1][1])
         return imports[-1][1]
 
+    def _copies_of(self, node: ast.AST) -> Iterator[tuple[str, str]]:
+        """Yield (name, full name) for each name to which ``node`` assigns an imported module in ``HOMES``."""
+        if not isinstance(node, ast.Assign):
+            return
+        values = [node.value.body, node.value.orelse] if isinstance(node.value, ast.IfExp) else [node.value]
+        paths = [ast.unparse(value).split(".") for value in values if isinstance(value, ast.Name | ast.Attribute)]
+        found = {".".join([self.imported.get(first, ""), *rest]) for first, *rest in paths} & set(HOMES)
+        yield from ((target.id, full) for target in node.targets if isinstance(target, ast.Name) for full in found)
+
     def _bound_by(self, node: ast.AST) -> Iterator[str]:
         """Yield the names that ``node`` binds, other than by an import.
 
@@ -147,7 +158,7 @@ class Bindings:
     def _is_fallback(self, node: ast.Name) -> bool:
         """Return whether ``node`` is a fallback for an import that fails or is not wanted.
 
-        A fallback is assigned a constant or a loaded module, or is assigned in an exception handler or an ``else``. A name
+        A fallback is assigned a constant or a module, or is assigned in an exception handler or an ``else``. A name
         with an annotation and no value, as in ``hvd: Any``, counts too.
         """
         statement = next((above for above in self._above(node) if isinstance(above, ast.stmt | ast.NamedExpr)), None)
@@ -155,6 +166,8 @@ class Bindings:
             return True  # it has no value: ``normal_form.py`` turns those with a value into ast.Assign
         value = statement.value if isinstance(statement, ast.Assign | ast.NamedExpr) else None
         if value is not None and (isinstance(value, ast.Constant) or loaded_module(value)):
+            return True
+        if statement is not None and any(name == node.id for name, _ in self._copies_of(statement)):
             return True
         below: ast.AST = node
         for above in self._above(node):

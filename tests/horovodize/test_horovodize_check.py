@@ -1957,6 +1957,9 @@ def test_every_rule_has_a_case():
         "def f():\n  import horovod.torch as hvd; hvd.allreduce(x)",
         "hvd: Any; import horovod.torch as hvd\nhvd.allreduce(x)\nclass T:\n  hvd: Any",
         "import horovod.torch as h\ndef f(h): h: Any; h.allreduce(x)\nf(h)",
+        "import horovod.torch; hvd = horovod.torch\nhvd.allreduce(x)",
+        "import horovod.torch as h; b = c = h if many else None; hvd = b\nhvd.allreduce(x)",
+        "import horovod.torch as h; h = h\nh.allreduce(x); x = h.cell; x.init()",
     ],
 )
 def test_imports_are_followed(text):
