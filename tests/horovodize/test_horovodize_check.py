@@ -530,6 +530,19 @@ CASES = [
         WRAP + "a, b = torch.utils.data.random_split(data, [9, 1])  # HERE",
         WRAP + "torch.manual_seed(1)\na, b = torch.utils.data.random_split(data, [9, 1])",
     ),
+    *(
+        (
+            "every_rank_reads_all",  # no finding if each rank takes its own batches
+            WRAP + "d = torchvision.datasets.MNIST(x)\nl = torch.utils.data.DataLoader(d, shuffle=True)  # HERE\n"
+            "for i, x in enumerate(l):\n    print('%d ranks' % hvd.size(), i % 3 == hvd.rank())",
+            WRAP + f"d = torchvision.datasets.MNIST(x)\nl = torch.utils.data.DataLoader(d, shuffle=True)\n{loop}",
+        )
+        for loop in (
+            "for i, x in enumerate(l):\n    if i % hvd.size() != hvd.rank():\n        continue\n    model(x)",
+            "rank, size = hvd.rank(), hvd.size()\nfor i, x in enumerate(l):\n    if rank == i % size:\n        model(x)",
+            "for x in itertools.islice(l, hvd.rank(), None, hvd.size()):\n    model(x)",
+        )
+    ),
     (
         "every_rank_reads_all",
         WRAP + "loader = torch.utils.data.DataLoader(data, shuffle=True)  # HERE",

@@ -19,7 +19,7 @@ from dualtrain.horovodize.source import Finding, Function, Source
 
 def every_rank_reads_all(source: Source) -> Iterator[Finding]:
     """A loader of training data without a sampler, in a script with a wrapped optimizer."""
-    if not source.wraps or has_trainer(source) or _counts_epochs_by_size(source):
+    if not source.wraps or has_trainer(source) or _counts_epochs_by_size(source) or _skips_by_rank(source):
         return
     guards = Guards.of(source)
     for call in source.calls:
@@ -128,6 +128,20 @@ def _with_sampler(source: Source, call: ast.Call, data: ast.expr) -> list[Edit]:
     before = source.layout.insert_before(statement, f"{name} = {sampler}")
     epochs = set_epoch(source, name, statement)
     return [*before, source.layout.replace(words[0], f"sampler={name}"), *epochs] if before and epochs else []
+
+
+def _skips_by_rank(source: Source) -> bool:
+    """Return whether each rank takes its own batches: ``if i % size != rank: continue``, or islice() with the rank."""
+    kinds = Guards.of(source).kinds
+    for node in source.nodes:
+        if isinstance(node, ast.Compare):
+            sides = [node.left, *node.comparators]
+            rests = (side for side in sides if isinstance(side, ast.BinOp) and isinstance(side.op, ast.Mod))
+            if any(map(kinds.rank, sides)) and any(kinds.is_size(rest.right) for rest in rests):
+                return True
+        elif isinstance(node, ast.Call) and last_name(node.func) == "islice" and any(map(kinds.rank, node.args)):
+            return True
+    return False
 
 
 def _counts_epochs_by_size(source: Source) -> bool:
