@@ -359,6 +359,11 @@ def test_a_file_that_another_file_of_the_program_loads_is_saved_by_every_rank(tm
         ("model, loader = timm.create_model(x), make()", "hvd.broadcast_parameters(model.state_dict(), 0)", True),
         ("model = Net()\nold = timm.create_model(x)\nold.eval()", "hvd.broadcast_parameters(model.state_dict(), 0)", False),
         ("model, other = Net(), torch.nn.Linear(1, 1)", "hvd.broadcast_parameters(model.state_dict(), 0)", False),
+        ("model = Net()\nprojection = torch.randn(3, 2)", "hvd.broadcast_parameters(model.state_dict(), 0)", False),
+        ("model = Net()\nnoise = torch.empty(3).normal_()", "hvd.broadcast_parameters(model.state_dict(), 0)", False),
+        ("model = Net()\nfor x in d:\n    y = torch.rand(1)", "hvd.broadcast_parameters(model.state_dict(), 0)", True),
+        ("import numpy\nmodel = Net()\ny = numpy.random.rand(1)", "hvd.broadcast_parameters(model.state_dict(), 0)", True),
+        ("from a import L\nmodel = Net()\nloss = L(3).cuda()", "hvd.broadcast_parameters(model.state_dict(), 0)", False),
         ("model = Net()", "if resume:\n    hvd.broadcast_parameters(model.state_dict(), 0)", False),
         ("model = Net()", "def f():\n    hvd.broadcast_parameters(model.state_dict(), 0)\nf()", True),
         (

@@ -163,6 +163,31 @@ def _drawn_for_samples(source: Source) -> set[str]:
     return found
 
 
+#: Functions of each library that draw random numbers, and methods of tensors that do.
+_DRAWS = {
+    "torch": re.compile(r"torch\.(rand|normal|bernoulli|multinomial|poisson)"),
+    "numpy": re.compile(r"numpy\.random\.(?!seed)"),
+    "random": re.compile(r"random\.(?!seed)"),
+}
+_DRAWING_METHODS = ("bernoulli_", "normal_", "random_", "uniform_")
+#: Functions that are called for each batch or sample.
+_OF_BATCHES = ("__call__", "__getitem__", "forward")
+
+
+def _keeps_random_values(source: Source, library: str) -> bool:
+    """Return whether the script assigns random numbers, other than a model's parameters, to a variable outside of loops."""
+    for _, value, at in source.assignments:
+        calls = list(calls_in(value))
+        by_method = library == "torch" and any(last_name(call.func) in _DRAWING_METHODS for call in calls)
+        if not (by_method or any(_DRAWS[library].match(source.name(call.func)) for call in calls)):
+            continue
+        repeated = any(isinstance(above, ast.For | ast.While) for above in source.above(at))
+        repeated = repeated or getattr(source.scope(at), "name", "") in _OF_BATCHES
+        if not repeated and "Parameter(" not in ast.unparse(value):
+            return True
+    return False
+
+
 #: Functions whose results differ between processes.
 _OF_PROCESS = re.compile(r"\brandom|rand(int|bits|bytes)|time\b|\bnow$|secrets|getpid|uuid|initial_seed|torch\.seed$")
 
@@ -200,8 +225,8 @@ def _arguments(source: Source, parameter: ast.Name) -> list[ast.expr]:
 def _per_rank(source: Source, call: ast.Call) -> list[Edit]:
     """Return edits that add the rank to the seed.
 
-    Return no edits if the ranks may need equal random numbers, if the seed is neither a name nor an integer, or if the call
-    is not between ``init`` and the broadcasts of all models.
+    Return no edits if the ranks may need equal random numbers (for a split, or for a value that is drawn once), if the seed
+    is neither a name nor an integer, or if the call is not between ``init`` and the broadcasts of all models.
     """
     seed, rank = call.args[0], source.spell("rank", call)
     before = [init for init in source.hvd_calls("init") if init.lineno < call.lineno]
@@ -211,6 +236,8 @@ def _per_rank(source: Source, call: ast.Call) -> list[Edit]:
         return []
     if any("shuffle=True" in ast.unparse(other) for other in source.calls):
         return []  # a loader may draw its order from this seed
+    if _keeps_random_values(source, _SEEDS[source.name(call.func)]):
+        return []
     return [source.layout.replace(seed, f"{ast.unparse(seed)} + {rank}()")]
 
 
@@ -234,7 +261,7 @@ def _made_models(source: Source) -> Iterator[str]:
     """Yield the variables to which the result of a call is assigned, if this result is a model.
 
     Leave out variables in classes with a base class: these are parts of models. The result of an unknown function counts as
-    a model if the file calls one of the methods ``_OF_MODELS`` of the variable.
+    a model if the file calls one of the methods ``_OF_MODELS`` of the variable, or moves the result: ``Loss().cuda()``.
     """
     classes = [one for file in source.files for one in file.classes]
     own = {one.name for one in classes if any(re.search("Module|Model|Net", last_name(base)) for base in one.bases)}
@@ -244,6 +271,9 @@ def _made_models(source: Source) -> Iterator[str]:
         while isinstance(called, ast.Attribute) and isinstance(called.value, ast.Call):
             called = called.value.func  # Net().cuda()
         part = any(one.bases for one in source.around(at, ast.ClassDef))
-        made = target in used or _MODELS.match(source.name(called)) or last_name(called) in own
+        name = source.name(called)
+        moved = isinstance(value, ast.Call) and called is not value.func and last_name(value.func) in ("cuda", "to")
+        unknown = moved and name != "" and not name.startswith(("torch.", "numpy."))
+        made = target in used or _MODELS.match(name) or last_name(called) in own or unknown
         if called is not value and not part and made:
             yield target
