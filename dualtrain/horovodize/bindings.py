@@ -60,6 +60,7 @@ class Bindings:
                     self._others.setdefault(node if isinstance(node, _FUNCTION) else self._scope(node), set()).add(name)
         for node in declared:
             self._others.get(self._scope(node), set()).difference_update(node.names)
+        self._has_stub = any(map(self._is_stub, everything))
         if not set(HOMES).isdisjoint(self.imported.values()):
             self._find_passed_modules(everything)
 
@@ -85,9 +86,17 @@ class Bindings:
 
     @property
     def may_replace(self) -> bool:
-        """Return whether an import of another module may take the place of one in ``HOMES``, as a fallback does."""
+        """Return whether another module, a class or an object may have the name of a module in ``HOMES``: a fallback."""
         same_name = [imports for of_scope in self._imports.values() for imports in of_scope.values()]
-        return any(len({full.startswith(HOMES) for _, full in imports}) > 1 for imports in same_name)
+        return self._has_stub or any(len({full.startswith(HOMES) for _, full in imports}) > 1 for imports in same_name)
+
+    def _is_stub(self, node: ast.AST) -> bool:
+        """Return whether ``node`` gives the name of a module in ``HOMES`` to a class, or to the result of a call."""
+        if isinstance(node, ast.ClassDef):
+            return self.imported.get(node.name) in HOMES
+        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call) or loaded_module(node.value):
+            return False
+        return any(isinstance(target, ast.Name) and self.imported.get(target.id) in HOMES for target in node.targets)
 
     def _nearest(self, imports: list[tuple[ast.AST, str]], scope: ast.AST, node: ast.AST) -> str:
         """Return the full name that counts at ``node`` if all ``imports`` bind the same name in ``scope``."""

@@ -261,7 +261,10 @@ def test_repairs_outside_of_the_training_step(before, after):
         f"{HEAD}optimizer = hvd.DistributedOptimizer(base, op=hvd.Adasum)\n",
         f"{HEAD}if not args.horovod:\n    sys.exit(plain())\n{WRAP}",
         f"{HEAD}def wrap(optimizer):\n    if args.many:\n        {WRAP}    return optimizer\n",
-        f"try:\n    import dualtrain.hvd as hvd\nexcept ImportError:\n    import stub as hvd\nhvd.init()\n{WRAP}",
+        *(
+            f"try:\n    import dualtrain.hvd as hvd\nexcept ImportError:\n    {stub}\nhvd.init()\n{WRAP}"
+            for stub in ("import stub as hvd", "class hvd: ...", "hvd = Stub()")
+        ),
     ],
 )
 def test_a_step_is_not_repaired_if_its_optimizer_may_lack_synchronize(start):
