@@ -1,6 +1,6 @@
 """Change a script's imports of Horovod to imports of dualtrain: all of them, or none.
 
-Imports of modules other than ``horovod.torch`` stay if they are guarded (``is_guarded``).
+Imports of modules other than ``horovod.torch`` stay if they are guarded (``is_guarded``) in a ``try`` of their own.
 """
 
 from __future__ import annotations
@@ -33,8 +33,13 @@ def import_edits(source: Source, initialized: bool) -> tuple[list[Finding], list
         initialized: whether one of the given files calls ``init``. If not, the program has more files, one of which calls
             it. The imports then stay unchanged, because all files must import the same library.
     """
-    imports = (node for node in source.nodes if isinstance(node, _IMPORTS) and _imports_horovod(node))
-    lines = [node for node in imports if _is_of_torch(node) or not is_guarded(source, node)]
+    imports = [node for node in source.nodes if isinstance(node, _IMPORTS) and _imports_horovod(node)]
+    tried = {block for node in imports if _is_of_torch(node) for block in source.around(node, ast.Try)}
+    lines = [
+        node
+        for node in imports
+        if _is_of_torch(node) or not is_guarded(source, node) or not tried.isdisjoint(source.around(node, ast.Try))
+    ]
     changes = [(node, list(_edits(source, node))) for node in lines]
     stays = next((node for node, edits in changes if not edits), None)
     if not lines:

@@ -277,6 +277,11 @@ def test_a_step_is_not_repaired_if_its_optimizer_may_lack_synchronize(start):
 #: (imports, imports after --fix). If --fix changes nothing, the second item is None if a finding says why,
 #: and "" if Horovod is not imported.
 IMPORTS = [
+    (
+        "try:\n    import horovod.torch as hvd\n    from horovod.common.util import gpu_available\nexcept: pass",
+        "try:\n    import dualtrain.hvd as hvd\n    from dualtrain.hvd.util import gpu_available\nexcept: pass",
+    ),
+    ("try:\n    import horovod.torch as hvd\n    import horovod.tensorflow as tf\nexcept ImportError:\n    pass", None),
     ("import os, horovod.torch as hvd  # é", "import os, dualtrain.hvd as hvd  # é"),
     ("from horovod.torch import (allreduce,\n  rank as r)", "from dualtrain.hvd import (allreduce,\n  rank as r)"),
     ("from horovod import torch as hvd", "from dualtrain import hvd as hvd"),
