@@ -183,6 +183,23 @@ def test_a_requeued_job_with_resume_resumes_from_its_own_checkpoints_if_it_has_a
     assert script(tmp_path, *flags, **variables).stdout.endswith(f"{flag} --resume auto\n")
 
 
+@pytest.mark.parametrize(
+    ("array", "job"), [({}, "7"), ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}, "7_2")], ids=["job", "array"]
+)
+def test_a_job_is_requeued_without_the_other_tasks_of_its_array(array, job, tmp_path):
+    # The last task of an array has the array's own id, which scancel and scontrol apply to all tasks.
+    calls = tmp_path / "calls"
+    stubs = dict.fromkeys(("scancel", "scontrol"), f'echo "$*" >>{calls}')
+    stubs["srun"] = f"kill -USR1 $PPID; until [ -s {calls} ]; do sleep 0.1; done; exit 143"
+    for name, line in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    end = run("bash", SBATCH, **array, SLURM_JOB_ID="7", PATH=f"{tmp_path}:{ENV['PATH']}")
+    assert end.returncode == 143, end.stderr
+    assert calls.read_text().splitlines() == [f"--signal=TERM {job}", f"requeue {job}"]
+    assert end.stdout == f"slurm.sbatch: saved; job {job} is requeued\n"
+
+
 def test_the_scripts_help_is_its_head_comment():
     end = run("bash", SBATCH, "--help")
     assert end.returncode == 0, end.stderr
