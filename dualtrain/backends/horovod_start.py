@@ -82,8 +82,11 @@ def _defaults(world: World, groups: bool) -> dict[str, str]:
 def _initialise_launched(start: Callable[[], None], world: World, timeout: float) -> None:
     """Start Horovod in a process that Horovod's own launcher or MPI has started.
 
-    Raises UserError if the ranks chose different backends or do not meet in time, or as :func:`refuse_left_over`.
+    Raises UserError if the ranks chose different backends or do not meet in time, or as :func:`refuse_left_over` and
+    :func:`_check_hosts`.
     """
+    if not world.launcher.startswith("mpi"):
+        _check_hosts()
     refuse_unlike("backend", names_by_server(world, timeout, "horovod"), SAME_BACKEND)
     if world.launcher.startswith("mpi"):
         refuse_left_over(world, os.environ)
@@ -143,6 +146,20 @@ def _check_name() -> None:
             f"this host's name {socket.gethostname()!r} has no address ({error}), and Horovod would crash: put it into "
             "/etc/hosts, give the container a network, or use --backend torch"
         ) from error
+
+
+def _check_hosts() -> None:
+    """Check that horovodrun's cross rank is below its cross size: Horovod 0.28.1 over Gloo aborts the process otherwise.
+
+    Raises:
+        UserError: it is not, because horovodrun has counted a host twice.
+    """
+    rank, size = (os.environ.get(f"HOROVOD_CROSS_{name}", "") for name in ("RANK", "SIZE"))
+    if rank.isdecimal() and size.isdecimal() and int(rank) >= int(size) > 0:
+        raise UserError(
+            f"horovodrun gave HOROVOD_CROSS_RANK={rank} and HOROVOD_CROSS_SIZE={size}, with which Horovod would crash: its "
+            "list of hosts has a host twice; write each host once, with its ranks (host:2), or use --backend torch"
+        )
 
 
 def _obstacle() -> str | None:

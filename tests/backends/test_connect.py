@@ -297,6 +297,14 @@ def test_a_host_without_an_address_is_refused_for_horovod(monkeypatch):
         connect("horovod", world=ALONE)
 
 
+def test_a_host_that_horovodrun_counts_twice_is_refused_for_horovod(monkeypatch):
+    require_horovod()
+    for name, value in {"RANK": "1", "SIZE": "1"}.items():  # of both ranks of horovodrun --hosts localhost:1,localhost:1
+        monkeypatch.setenv(f"HOROVOD_CROSS_{name}", value)
+    with pytest.raises(UserError, match=r"HOROVOD_CROSS_SIZE=1, .*Horovod would crash: .*a host twice; .*\(host:2\)"):
+        connect("horovod", world=World(0, 2, launcher="horovodrun --gloo"))
+
+
 def test_variables_of_an_mpirun_that_has_ended_are_refused_before_mpi_starts(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     world = World(0, 2, launcher="mpirun", evidence=(("OMPI_COMM_WORLD_RANK", "0"),))
