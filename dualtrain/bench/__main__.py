@@ -133,16 +133,17 @@ def _prefix(text: str | None) -> tuple[str, ...]:
 def _folder(text: str | None) -> Iterator[Path]:
     """Make the folder of the results. After an error in the block, remove the folders that were made and are empty."""
     folder = Path(text) if text is not None else Path("runs", f"bench-{time.strftime('%Y%m%d-%H%M%S')}")
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    missing: list[Path] = []
     try:
         with _writing(folder):
+            missing += (path for path in (folder, *folder.parents) if not path.exists())
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass
         yield folder
     except BaseException:
-        with suppress(OSError):  # keep a folder that has files
-            for path in missing:
+        for path in missing:
+            with suppress(OSError):  # keep a folder that has files; a name that is too long was not made
                 path.rmdir()
         raise
 

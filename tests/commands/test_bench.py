@@ -1234,6 +1234,8 @@ def test_the_weights_are_compared_in_each_round_separately():
             "none of the chosen contenders (alone) has any of the chosen jobs (stall)",
         ),
         (["--out", "/dev/null/bench"], "cannot be written (Not a directory)"),
+        (["--out", "x" * 300], "cannot be written (File name too long)"),
+        (["--out", f"new/folder/{'x' * 300}"], "cannot be written (File name too long)"),
         (["--device", "tpu"], "--device"),
         (["--launch", "mpirun 'open"], "--launch"),
         (["--launch", " "], "--launch has no command"),
