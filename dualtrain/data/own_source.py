@@ -74,7 +74,9 @@ class OwnSource(Source):
 
     def close(self) -> None:
         """See the base class."""
-        getattr(self._source, "close", lambda: None)()
+        # The source may be of an unrelated class, without close().
+        with user_code(f"{self._what} (its close)"):
+            getattr(self._source, "close", lambda: None)()
 
     def _read(self, read: Callable[[], Iterable[Any]]) -> Iterator[Any]:
         exhausted = object()

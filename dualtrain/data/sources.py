@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -105,7 +105,8 @@ class Task:
                     source.timeout = seconds
 
     def close(self) -> None:
-        """Stop the worker processes of both splits."""
-        for source in (self.train, self.val):
-            # A user's own source may be of an unrelated class, without close().
-            getattr(source, "close", lambda: None)()
+        """Stop the worker processes of both splits, of the second one even if the first one raises an error."""
+        with ExitStack() as stack:
+            for source in (self.val, self.train):  # called in reverse order
+                # A user's own source may be of an unrelated class, without close().
+                stack.callback(getattr(source, "close", lambda: None))

@@ -130,11 +130,15 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
             run = _opened(name, config, backend, task, start, lock)
             try:
                 with recorded(run.attempt, given_settings, backend), enough_memory(_SMALLER), Signals() as signals:
-                    return run.train(signals)
+                    summary = run.train(signals)
             finally:
                 lock.release(run.writer.thread)
-    finally:
-        task.close()
+    except BaseException:
+        with suppress(UserError):  # an error of the source's close() must not replace the error that ended the run
+            task.close()
+        raise
+    task.close()
+    return summary
 
 
 def _opened(name: str, config: Config, backend: Backend, task: Task, start: Start, lock: FolderLock) -> Run:

@@ -375,6 +375,19 @@ def test_a_data_source_without_a_close_method_is_accepted():
     Task(Source(), Source(), (4,), 3).close()
 
 
+def test_both_sources_are_closed_even_if_one_raises_an_error():
+    closed = []
+
+    class Source:
+        def close(self):
+            closed.append(self)
+            raise ValueError("the pool is gone")
+
+    with pytest.raises(ValueError, match="the pool is gone"):
+        Task(Source(), Source(), (4,), 3).close()
+    assert len(closed) == 2
+
+
 class Local(Dataset):
     """A dataset that cannot be pickled."""
 

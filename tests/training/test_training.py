@@ -333,6 +333,22 @@ def nan_in_a_tensor():
     return Task(TensorSource(bad, targets), TensorSource(inputs, targets), (3,), 2)
 
 
+class Unclosable(TensorSource):
+    """A source whose ``close`` raises an error."""
+
+    def close(self):
+        raise ValueError("the pool is gone")
+
+
+def unclosable():
+    return Task(*(Unclosable(torch.zeros(8, 3), torch.arange(8) % 2) for _ in range(2)), (3,), 2)
+
+
+def nan_and_unclosable():
+    task = nan_in_a_tensor()
+    return Task(Unclosable(task.train._inputs, task.train._targets), task.val, (3,), 2)
+
+
 def infinite_in_validation():
     return with_samples({}, {6: torch.tensor([0.0, math.inf, 0.0])})
 
@@ -370,6 +386,8 @@ def test_steps_without_a_counted_target_advance_the_schedule(tmp_path):
             DivergedError,
             "validation sample 6 has inputs that are infinite or not a number: correct",
         ),
+        ("nan_and_unclosable", DivergedError, "training sample 5 has inputs that are infinite or not a number: correct"),
+        ("unclosable", UserError, r"the source of the validation data \(its close\) failed: ValueError: the pool is gone"),
         ("longs_in_training", UserError, r"a sample of shape \(3,\) raises RuntimeError: .* but got Long and Float"),
         ("wide_in_training", UserError, r"a sample of shape \(4,\) raises RuntimeError: .*cannot be multiplied"),
     ],
