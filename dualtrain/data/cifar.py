@@ -9,7 +9,6 @@ from __future__ import annotations
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 
 import numpy
 import torch
@@ -71,6 +70,6 @@ def _download(folder: str) -> None:
     utils = with_torchvision_shim(lambda: import_module("torchvision.datasets.utils"))
     try:
         utils.download_and_extract_archive(URL, folder, md5=MD5)
-    except (URLError, OSError, RuntimeError) as error:
-        reason = str(getattr(error, "reason", error)).partition("\n")[0]
+    except Exception as error:  # besides OSError, those of http.client and others
+        reason = str(getattr(error, "reason", error)).strip().partition("\n")[0]
         raise UserError(f"cifar10 could not be downloaded ({reason}): unpack {URL} into {folder} on every host") from error

@@ -7,7 +7,6 @@ import os
 import struct
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 
 import numpy
 import torch
@@ -84,7 +83,7 @@ def _download(name: str, kind: Any, folder: str) -> None:
     fetched.root = folder
     try:
         fetched.download()  # training and test part; torchvision checks the hash of each file
-    except (URLError, OSError, RuntimeError) as error:
+    except Exception as error:  # besides OSError, those of http.client and others
         lines = [line for line in str(error).splitlines() if line.strip()]
         reason = lines[-1] if lines else type(error).__name__
         raise UserError(

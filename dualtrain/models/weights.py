@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
-from urllib.error import URLError
 
 import safetensors
 import safetensors.torch
@@ -211,8 +210,8 @@ def fetch(name: str) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.hub.download_url_to_file(url, str(path), hash_prefix=digest, progress=False)
-    except (URLError, OSError, RuntimeError) as error:
-        reason = str(getattr(error, "reason", error)).partition("\n")[0]
+    except Exception as error:  # besides OSError, those of http.client and others
+        reason = str(getattr(error, "reason", error)).strip().partition("\n")[0]
         raise UserError(
             f"the weights of {name} could not be downloaded ({reason}): put {url} into {path.parent} of every host"
         ) from error

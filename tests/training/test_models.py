@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
+from http.client import BadStatusLine
 from pathlib import Path
 from unittest import mock
+from urllib.error import URLError
 
 import pytest
 import safetensors.torch
@@ -266,11 +268,10 @@ def test_a_frozen_backbone_keeps_the_statistics_of_other_classes_of_batchnorm(no
         assert all(torch.equal(tensor, before[name]) for name, tensor in trained[1].state_dict().items())
 
 
-def test_without_a_network_the_message_says_where_the_weights_go(tmp_path, monkeypatch):
-    from urllib.error import URLError
-
+@pytest.mark.parametrize("error", [URLError("no network"), BadStatusLine("no network\r\n")])
+def test_without_a_network_the_message_says_where_the_weights_go(error, tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
-        raise URLError("no network")
+        raise error
 
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
