@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,10 +16,11 @@ def missing(files: Sequence[Path], archives: Sequence[Path]) -> bool:
         UserError: a file is missing, and one of ``files`` or ``archives`` (the files to be fetched) is a symbolic link or
             not a regular file. The download would write to it.
     """
-    if all(path.is_file() for path in files):
+    # The methods of Path would raise PermissionError if the folder cannot be searched.
+    if all(map(os.path.isfile, files)):
         return False
     for path in (*files, *archives):
-        if path.is_symlink() or (path.exists() and not path.is_file()):
+        if os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path)):
             raise UserError(f"--download does not replace {str(path)!r}, which is not a regular file: delete it first")
     return True
 

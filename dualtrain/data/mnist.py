@@ -39,7 +39,8 @@ def read_mnist(name: str, folder: str | None, download: bool = False) -> tuple[T
     try:
         return _read_part(*files[:2]), _read_part(*files[2:])
     except (OSError, ValueError, MemoryError) as error:
-        packed = any(path.with_name(f"{path.name}.gz").exists() for path in files if not path.exists())
+        # Path.exists() would raise PermissionError if the folder cannot be searched.
+        packed = any(os.path.exists(f"{path}.gz") for path in files if not os.path.exists(path))
         cure = f"unpack the .gz files in {str(raw)!r}" if packed else f"put its four idx files, unpacked, into {str(raw)!r}"
         raise UserError(f"--data-dir {folder!r} does not hold {name} ({why_unreadable(error)}): {cure}") from error
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from http.client import BadStatusLine
 from urllib.error import URLError
 
@@ -11,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dualtrain.data import load_data
+from dualtrain.data.downloads import missing
 from dualtrain.data.sources import Batch, Task
 from dualtrain.data.wrapped import wrap
 from dualtrain.errors import UserError
@@ -115,6 +118,21 @@ def test_without_a_network_the_message_says_where_the_files_go(name, error, tmp_
     with pytest.raises(UserError, match=r"could not be downloaded \((Error downloading|.*no network).*into") as refusal:
         load_data(name, str(tmp_path / "new"), download=True)
     assert str(refusal.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["mnist", "cifar10"])
+def test_a_folder_that_cannot_be_searched_is_refused(name, tmp_path, monkeypatch):
+    def stat(path, *args, **kwargs):
+        if "ubyte" in str(path) or ".bin" in str(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return original(path, *args, **kwargs)
+
+    original = os.stat
+    load_torchvision()
+    monkeypatch.setattr(os, "stat", stat)
+    with pytest.raises(UserError, match=r"does not hold .*Permission denied\)"):
+        load_data(name, str(tmp_path))
+    assert missing([tmp_path / "ubyte"], [tmp_path / "ubyte.gz"])
 
 
 def build_from_three_arguments(one, two, three):
