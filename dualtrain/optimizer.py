@@ -49,6 +49,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     changes on every rank. Or run backward in :meth:`no_sync`: then :meth:`synchronize` or ``step()`` averages the changed
     gradients. If backward averaged zeros for a parameter, because no rank had a gradient, and the program then assigns a
     gradient, ``step()`` raises BackendError: most likely, each rank has assigned its own.
+    If a rank runs no backward in a step, it gets the averages only in ``step()``. Call :meth:`synchronize` on this rank
+    before you clip, unscale or otherwise change gradients. Otherwise, the ranks' weights differ, without an error.
 
     Parameters may be frozen and unfrozen on all ranks. Unfreeze them before :meth:`zero_grad`. Otherwise, a backward that
     reaches only newly unfrozen parameters does not average their gradients; ``step()`` averages them.
