@@ -86,12 +86,12 @@ def chart(reference: str, groups: Groups, width: int) -> str:
             y += row_height
         y += 8
     ticks = list(_ticks(axis, y))
-    names = f'<text class="unit" x="{axis.begin:g}" y="{y + AXIS + 16:g}">1 = {text(reference)}; more is faster</text>'
+    unit = f'<text class="unit" x="{axis.begin:g}" y="{y + AXIS + 16:g}">1 = {text(reference)}; more is faster</text>'
     height = y + AXIS + 28
     return (
         f'<svg class="bars" role="img" viewBox="0 0 {width} {height:g}" xmlns="http://www.w3.org/2000/svg" '
         f'aria-label="Steps per second relative to {text(reference)}">\n'
-        + "\n".join([f'<rect class="back" width="{width}" height="{height:g}"/>', *ticks, *parts, names])
+        + "\n".join([f'<rect class="back" width="{width}" height="{height:g}"/>', *ticks, *parts, unit])
         + "\n</svg>"
     )
 

@@ -179,7 +179,7 @@ def wrap(train: Any, val: Any, *, classes: int | None = None, workers: int = 0, 
     ``num_classes``.
 
     Raises:
-        UserError: the training dataset is empty or fails, its sample 0 is of a different kind, or the number of classes is
+        UserError: the training dataset is empty or fails, its sample 0 is not such a pair, or the number of classes is
             unknown or unusable.
     """
     classes = classes or _classes(train, name)
@@ -214,7 +214,7 @@ def _classes(dataset: Any, name: str) -> int:
 
 
 def _number(classes: Any) -> int:
-    """Return a number of classes, or the number of their names. Raises TypeError for anything else."""
+    """Return ``classes`` if it is a number, else the number of names in it. Raises TypeError for all other values."""
     if isinstance(classes, str | bytes | bool):
         raise TypeError
     try:

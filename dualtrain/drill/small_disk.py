@@ -17,7 +17,7 @@ _CLONE_NEWNS = 0x20000
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 _MNT_DETACH = 2
 _FREE = 16 << 20  # bytes beyond what all ``runs`` write
-_MEMORY = 4  # the file system may take at most 1/4 of the free memory
+_MEMORY_DIVISOR = 4  # the file system may take at most 1/4 of the free memory
 
 
 class SmallDisk:
@@ -30,10 +30,10 @@ class SmallDisk:
     def __init__(self, folder: Path, like: Path, runs: int) -> None:
         size = runs * sum(path.stat().st_size for path in like.rglob("*") if path.is_file()) + _FREE
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        if size > free // _MEMORY:
+        if size > free // _MEMORY_DIVISOR:
             raise OSError(f"it needs {size_in_words(size)} of {size_in_words(free)} free memory")
         self._folder = folder
-        self._system = ctypes.CDLL(None, use_errno=True)
+        self._libc = ctypes.CDLL(None, use_errno=True)
         self._call("unshare", _CLONE_NEWNS)
         self._call("mount", b"none", b"/", None, _MS_REC | _MS_PRIVATE, None)  # hide later mounts from other namespaces
         folder.mkdir()
@@ -45,12 +45,12 @@ class SmallDisk:
 
     def _call(self, name: str, *arguments: object) -> None:
         """Call a function of the C library. Raises OSError if the function does not return 0."""
-        if getattr(self._system, name)(*arguments):
+        if getattr(self._libc, name)(*arguments):
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
 
     def close(self) -> None:
-        """Copy the content to a new folder, unmount the file system, and move the copy to its place. Raises OSError."""
+        """Copy the content to a new folder, unmount the file system, and replace the folder by the copy. Raises OSError."""
         kept = self._folder.with_name(f"{self._folder.name}.kept")
         shutil.copytree(self._folder, kept, symlinks=True)
         self._call("umount2", os.fsencode(self._folder), _MNT_DETACH)

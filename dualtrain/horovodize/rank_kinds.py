@@ -79,7 +79,7 @@ class RankKinds:
         return found
 
     def _kind_of_result(self, called: ast.expr, position: int | None) -> str:
-        """Return which of ``_KINDS`` a function of the program returns. Constants and ranks of torch do not count."""
+        """Return which of ``_KINDS`` a function of the program returns. Ignore constants and torch's ranks."""
         found = self.function(called)
         if found is None:
             return ""
@@ -102,8 +102,8 @@ class RankKinds:
     def function(self, called: ast.expr) -> tuple[RankKinds, Function] | None:
         """Return the function of the program that ``called`` names, with the kinds of its file; None if it is unknown.
 
-        Leave out methods, and names that are defined several times or also assigned. A function of another file counts if
-        only one file defines it, and if its name, or the name of a module, is imported.
+        Methods, and names that are defined several times or also assigned, are unknown. A function of another file is known
+        only if no third file defines it, and if its name, or the name of a module, is imported.
         """
         name = last_name(called)
         if isinstance(called, ast.Name) and name in self.source.functions:
@@ -121,7 +121,7 @@ class RankKinds:
 
     @cached_property
     def _imported(self) -> dict[str, str]:
-        """Map of each name that an import statement binds to the name in the imported module."""
+        """Map of the names that import statements define: name in the script → imported name."""
         imports = (node for node in self.source.nodes if isinstance(node, ast.Import | ast.ImportFrom))
         return {alias.asname or alias.name.partition(".")[0]: alias.name for node in imports for alias in node.names}
 
@@ -146,7 +146,7 @@ class RankKinds:
         return "0" if (type(test.ops[0]), ranks[0]) in _FIRST_RANK else ""
 
     def _constants(self, value: ast.expr) -> list[ast.expr]:
-        """Return the integer constants in ``value``, a list, a tuple, a set, one constant, or one constant variable."""
+        """Return the integer constants in ``value``: a constant, a constant variable, or a list, tuple or set of these."""
         parts = value.elts if isinstance(value, ast.List | ast.Tuple | ast.Set) else [value]
         known = [self.source.constant(part) or part if isinstance(part, ast.Name) else part for part in parts]
         return [part for part in known if re.fullmatch(r"-?\d+", ast.unparse(part))]

@@ -30,7 +30,8 @@ from dualtrain.hvd.disagreement import (
     title_of,
 )
 
-#: Text after "rank 1" in the reason for a shutdown, if the rank gives no reason. It may have failed, and report this later.
+#: Text after "rank 1" in the reason for a shutdown, if the rank gives no reason. This rank may have failed, and may report
+#: the error later.
 ENDED = "has shut Horovod down, or its program has ended"
 _FRESH_SECONDS = 5.0  # a waiting rank repeats its report every second, so an older report is out of date
 #: Kinds that all ranks execute, even if only a set's members call them, because torch makes process groups collectively.
@@ -176,7 +177,7 @@ class Coordinator:
             yield title_of(key), now - waiting.since, {r for r, queue in waiting.calls.items() if queue}, self._needed(key)
 
     def _unsent_gradients(self) -> Iterator[tuple[str, float, set[int], list[int]]]:
-        """Yield the same values as ``_unmatched`` for each exchange of gradients for which ranks wait now."""
+        """Yield a tuple as in ``_unmatched`` for each exchange of gradients for which ranks wait now."""
         now = self._clock()
         for what, reports in self._waits.items():
             fresh = {rank: message for rank, (when, message) in reports.items() if now - when < _FRESH_SECONDS}

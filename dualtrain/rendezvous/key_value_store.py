@@ -10,7 +10,7 @@ class KeyValueStore(Protocol):
     """A key-value store that all ranks share.
 
     A wait that times out raises RuntimeError. A call may raise UserError if the process that serves the store has ended or
-    cannot serve another process, or if two processes have joined as the same rank, or ranks with different world sizes.
+    cannot serve another process, or if two processes have joined as the same rank or with different world sizes.
     """
 
     def set(self, key: str, value: str) -> Any:

@@ -1,6 +1,6 @@
 """The training loop of the command line: order of batches, evaluations, checkpoints, the end of a run.
 
-Functions of other modules get sections of the ``Config``, or a dict of all settings, but not the ``Config`` itself.
+This module passes sections of the ``Config``, or a dict of all settings, to other modules, never the ``Config`` itself.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ class Run:
     def open(self, start: Start) -> None:
         """Restore a checkpoint, if there is one, claim the run's folder, and write its first files. Collective.
 
-        Without a checkpoint, first call :func:`check_one_sample`.
+        Before that, :func:`check_one_sample` is called if there is no checkpoint.
         """
         config, output, saved, lock = self.config, start.output, start.saved, self.lock
         if saved is not None:
@@ -485,11 +485,11 @@ class Run:
     # -- saving -----------------------------------------------------------------------------------------------------
 
     def _save(self, *, best: bool) -> None:
-        """Start writing a checkpoint, after the write before it has ended. Collective.
+        """Start writing a checkpoint, after the previous write has ended. Collective.
 
         Raises:
             DivergedError: on every rank, if a weight is not finite.
-            UserError: on rank 0, if the state cannot be saved, or the write before it hangs.
+            UserError: on rank 0, if the state cannot be saved, or the previous write hangs.
         """
         self.records.progress.phase("saving a checkpoint")
         with self.clock.saving():

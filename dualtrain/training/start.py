@@ -53,7 +53,7 @@ class Start:
         saved: the checkpoint from which the run resumes; ``None`` for a start at step 0, and for a run that has ended.
         copies: checkpoints to be copied into rank 0's folder, by file name.
         summary: the summary of a run that has ended; ``None`` for all other runs.
-        runs: the folder of runs without ``--run-dir``.
+        runs: the folder that contains the folders of runs without ``--run-dir``.
         settings_hash: a hash of the settings of this start, as its command line gives them.
     """
 
@@ -69,7 +69,8 @@ class Start:
 class _File:
     """A checkpoint that ``rank`` sees. ``identity`` is equal if several ranks see the same file.
 
-    ``digest`` is equal for files of equal content; empty for a file that cannot be read.
+    ``generation`` is the generation that wrote the file (see ``run_folder/generation.py``); 0 if it is unknown. ``digest``
+    is equal for files of equal content; empty for a file that cannot be read.
     """
 
     step: int
@@ -132,7 +133,8 @@ def _find_start(
         settings: all settings of this run by name.
         backend: communicates with the other ranks.
         trigger: the flag or the restart that causes the search; the printed line begins with it.
-        from_file: whether ``--resume FILE`` is given; the run then did not begin at step 0.
+        from_file: whether the command line has ``--resume FILE``. This is then a restart of a run that began from that
+            file, so it must not begin at step 0.
 
     Raises:
         UserError: on every rank, if a rank's folder cannot be read now, or holds a run with other settings, or a run that

@@ -509,7 +509,7 @@ class Lookup(nn.Module):
 
 
 def words(step, rank, size):
-    """Return the indices, some repeated, that ``rank`` looks up. None for the last of several ranks, which uses none."""
+    """Return the indices, some repeated, that ``rank`` looks up; None for the last of several ranks."""
     if size > 1 and rank == size - 1:
         return None
     return torch.tensor([0, rank, 5, 5, step])
@@ -1096,7 +1096,7 @@ def test_no_bucket_is_sent_after_one_that_was_interrupted(adds):
 
 
 def fails_to_send(backend, method):
-    """Let ``method`` of a bucket fail on rank 0: each later step there must raise an error that names the first one."""
+    """Let ``method`` of a bucket fail on rank 0: each later call there must raise an error that names this failure."""
 
     def fail():
         raise MemoryError("no memory for the bucket")

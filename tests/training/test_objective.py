@@ -196,7 +196,7 @@ def sequences(kind):
     return found
 
 
-class OfTokens(nn.Module):
+class TokenModel(nn.Module):
     """Model for inputs of shape (n, length, 2). Its outputs have the shape that the loss needs."""
 
     def __init__(self, kind):
@@ -215,7 +215,7 @@ def over_sequences(backend, loss, kind, virtual_ranks):
     batches, losses, state = sequences(kind), [], None
     mine = batches[backend.rank :: backend.size]
     for _ in range(2):
-        model = OfTokens(kind)
+        model = TokenModel(kind)
         optimizer, options = torch.optim.SGD(model.parameters(), 0.5), {"clip_norm": 0.2, "virtual_ranks": virtual_ranks}
         trainer = Trainer(model, optimizer, loss, backend=backend, **options)
         if virtual_ranks is not None:
@@ -241,7 +241,7 @@ def over_sequences(backend, loss, kind, virtual_ranks):
     ],
 )
 def test_each_target_counts_alike_if_batches_have_unequal_numbers_of_targets_per_sample(loss, kind):
-    batches, model, losses = sequences(kind), OfTokens(kind), []
+    batches, model, losses = sequences(kind), TokenModel(kind), []
     weights = WEIGHTS if getattr(loss, "weight", None) is not None else torch.ones(6)
     divisors = [
         weights[y.clamp(0)][y >= 0].sum() if kind == "classes" else torch.tensor(x.shape[0] * x.shape[1])

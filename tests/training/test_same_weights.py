@@ -101,14 +101,14 @@ def test_virtual_ranks_refuse_changes_that_do_not_increment_the_version_counter(
         run_threads(ranks, body)
 
 
-def test_equal_values_of_the_argument_expected_may_have_different_types():
+def test_equal_values_of_expected_may_have_different_types():
     def body(backend):
         return make_trainer(backend).step([data(backend)], (16, 16.0, torch.tensor(16))[backend.rank]).totals[1]
 
     assert run_threads(3, body) == [24.0] * 3
 
 
-def test_values_of_the_argument_expected_that_differ_between_ranks_are_refused():
+def test_values_of_expected_that_differ_between_ranks_are_refused():
     def body(backend) -> None:
         make_trainer(backend).step([data(backend)], 8.0 + backend.rank)
 
