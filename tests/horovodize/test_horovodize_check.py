@@ -583,6 +583,20 @@ CASES = [
         "while step < 9:\n    d = data(step)\n    s = torch.utils.data.DistributedSampler(d, 2, 0)\n"
         "    loader = torch.utils.data.DataLoader(d, sampler=s)\n    for x in loader:\n        step += 1",
     ),
+    *(
+        (
+            "same_order_every_epoch",  # the end of the range, or the second variable, shows that a loop is over epochs
+            f"s = torch.utils.data.DistributedSampler(d, 2, 0)  # HERE\nfor {loop}:\n"
+            "    for x in torch.utils.data.DataLoader(d, sampler=s): pass",
+            f"s = torch.utils.data.DistributedSampler(d, 2, 0)\nfor {other}:\n"
+            "    for x in torch.utils.data.DataLoader(d, sampler=s): pass",
+        )
+        for loop, other in (
+            ("_ in range(args.epochs)", "_ in range(args.steps_per_epoch)"),
+            ("i in tqdm(range(1, NUM_EPOCHS + 1))", "i in tqdm(range(1, args.epochs * steps))"),
+            ("i, epoch in enumerate(range(start, 9))", "i, e in enumerate(tqdm(batches))"),
+        )
+    ),
     (
         "sampler_by_local_rank",
         "s = torch.utils.data.DistributedSampler(d, hvd.size(), rank=hvd.local_rank())  # HERE",

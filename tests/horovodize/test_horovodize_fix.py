@@ -132,6 +132,13 @@ REPAIRS = [
         "s = torch.utils.data.DistributedSampler(d, 2, 0)\ndef run():\n    for e in range(3): go()\n",
         "s = torch.utils.data.DistributedSampler(d, 2, 0)\ndef run():\n    for e in range(3): s.set_epoch(e); go()\n",
     ),
+    *(
+        (
+            f"s = torch.utils.data.DistributedSampler(d, 2, r)\nfor {loop}:\n    go()\n",
+            f"s = torch.utils.data.DistributedSampler(d, 2, r)\nfor {loop}:\n    s.set_epoch({epoch})\n    go()\n",
+        )
+        for loop, epoch in (("i, e in enumerate(range(2, 9))", "e"), ("_ in range(args.epochs)", "_"))
+    ),
     ("s = torch.utils.data.DistributedSampler(d, 2, r)\nfor e in range(3): go()\ns = None\n", None),
     (  # not repaired: ``for e`` is not the loop over epochs, since the ``while`` loop reads the samples
         "s = torch.utils.data.DistributedSampler(d, 2, r)\nl = torch.utils.data.DataLoader(d, sampler=s)\n"

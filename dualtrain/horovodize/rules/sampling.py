@@ -153,7 +153,7 @@ def _has_data_of_epoch(source: Source, call: ast.Call, loops: list[ast.For]) -> 
     around = [loop for loop in loops if loop in source.above(call)]
     if data is None or not around:
         return False
-    epoch = ast.unparse(around[0].target)
+    epoch = _epoch_variable(around[0])
     values = [value for value in source.values.get(ast.unparse(data), [data]) if around[0] in source.above(value)]
     return any(isinstance(node, ast.Name) and node.id == epoch for value in values for node in ast.walk(value))
 
@@ -188,11 +188,11 @@ def set_epoch(source: Source, sampler: str, assignment: ast.stmt) -> list[Edit]:
     Return no edits if there is not exactly one such loop, or if it does not train or cannot use the variable ``sampler``.
     """
     loops = _epoch_loops(source)
-    if len(loops) != 1 or not isinstance(loops[0].target, ast.Name) or not _may_train(source, loops[0], set()):
+    if len(loops) != 1 or not _may_train(source, loops[0], set()):
         return []
     if not _reaches(source, sampler, assignment, loops[0]):
         return []
-    return source.layout.insert_before(loops[0].body[0], f"{sampler}.set_epoch({loops[0].target.id})")
+    return source.layout.insert_before(loops[0].body[0], f"{sampler}.set_epoch({_epoch_variable(loops[0])})")
 
 
 def _may_train(source: Source, node: ast.AST, seen: set[ast.AST]) -> bool:
@@ -236,14 +236,38 @@ def distributed_samplers(source: Source) -> list[ast.Call]:
     return [call for call in source.calls if source.uses_horovod and is_distributed_sampler(source, call)]
 
 
-_COUNTS = ("range", "trange", "tqdm", "count", "master_bar", "xrange")
+_RANGES = ("range", "trange", "xrange")
+_COUNTS = (*_RANGES, "tqdm", "count", "master_bar")
+#: Names of numbers of epochs: ``EPOCHS``, ``args.num_epochs``, ``max_epoch``; but not ``steps_per_epoch``.
+_EPOCHS = re.compile(r"^(train(ing)?_?)?epochs$|^(n|nb|num|number_of|max|total)_?(train(ing)?_?)?epochs?$", re.IGNORECASE)
 
 
 def _epoch_loops(source: Source) -> list[ast.For]:
-    loops = [node for node in source.nodes if isinstance(node, ast.For) and isinstance(node.iter, ast.Call)]
-    loops = [loop for loop in loops if last_name(loop.iter.func) in _COUNTS]  # type: ignore[attr-defined]
-    named = [loop for loop in loops if isinstance(loop.target, ast.Name) and _EPOCH.search(loop.target.id)]
-    return [loop for loop in named if not _runs_once(source, loop)]
+    loops = [node for node in source.nodes if isinstance(node, ast.For) and _epoch_variable(node)]
+    return [loop for loop in loops if not _runs_once(source, loop)]
+
+
+def _epoch_variable(loop: ast.For) -> str:
+    """Return the variable that counts epochs in ``loop``, or "" if ``loop`` does not look like one over epochs.
+
+    The name of the variable, or of the range's end, must show that ``loop`` counts epochs. For ``enumerate(range(…))``,
+    it is the second variable.
+    """
+    counts, target = loop.iter, loop.target
+    ranges = [call for call in calls_in(counts) if last_name(call.func) in _RANGES and call.args]
+    if isinstance(counts, ast.Call) and last_name(counts.func) == "enumerate" and ranges:
+        counts, target = counts.args[0], target.elts[-1] if isinstance(target, ast.Tuple) else target
+    if not isinstance(counts, ast.Call) or last_name(counts.func) not in _COUNTS or not isinstance(target, ast.Name):
+        return ""
+    ends = [part for call in ranges for part in _summands(call.args[min(len(call.args) - 1, 1)])]
+    return target.id if _EPOCH.search(target.id) or any(_EPOCHS.search(last_name(end)) for end in ends) else ""
+
+
+def _summands(value: ast.expr) -> list[ast.expr]:
+    """Return the operands of sums: ``epochs`` and ``1`` for ``epochs + 1``. ``epochs * steps`` is not a sum."""
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add):
+        return [*_summands(value.left), *_summands(value.right)]
+    return [value]
 
 
 def _endless_reads(source: Source) -> list[ast.AST]:
