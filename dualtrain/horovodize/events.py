@@ -7,13 +7,12 @@ import re
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from dualtrain.horovodize.gradient_changes import changing_functions, is_change, is_update
+from dualtrain.horovodize.gradient_changes import CLIPS, changing_functions, is_change, is_update
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.nodes import calls_in, last_name
 from dualtrain.horovodize.source import Source
 
 Kind = Literal["backward", "change", "clip", "scaled step", "step", "synchronize", "unscale", "update", "zero_grad"]
-_CLIPS = {"clip_grad_norm", "clip_grad_norm_", "clip_grad_value_"}
 STEP_KINDS = ("step", "scaled step")
 
 
@@ -65,7 +64,7 @@ def _backward_functions(source: Source) -> set[str]:
 
 def _event(source: Source, call: ast.Call, backward_functions: set[str]) -> Event | None:
     called = last_name(call.func)
-    if called in _CLIPS:
+    if called in CLIPS:
         return Event("clip", call)
     if isinstance(call.func, ast.Name) and called in backward_functions:
         return Event("backward", call)

@@ -6,9 +6,12 @@ import ast
 import re
 
 from dualtrain.horovodize.averaging import averages_in_step, is_collective
+from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.nodes import calls_in, keyword, last_name, variables_in
 from dualtrain.horovodize.source import Source
 
+#: Functions of torch that clip gradients.
+CLIPS = ("clip_grad_norm", "clip_grad_norm_", "clip_grad_value_")
 #: Methods that change a tensor. Zeroing does not count: scripts zero all gradients before backward, and may zero the
 #: gradients of frozen parameters.
 _METHODS = ("add_", "clamp_", "clamp_max_", "clamp_min_", "clip_", "div_", "mul_", "nan_to_num_", "sub_")
@@ -81,20 +84,26 @@ def _reads_elements(source: Source, gradient: ast.Attribute) -> bool:
 
 
 def changing_functions(source: Source) -> set[str]:
-    """Return the names of the program's functions that change gradients and do not average them.
+    """Return the names of the program's functions that change or clip gradients and do not average them.
 
-    Leave out methods, and names that a file defines several times or also assigns.
+    Leave out methods, names that a file defines several times or also assigns, names in ``CLIPS``, and changes that are
+    made only without Horovod.
     """
     return {name for file in source.files for name in file.once(_changing_functions_of)}
 
 
 def _changing_functions_of(file: Source) -> set[str]:
     found = set[str]()
-    for name, function in file.functions.items() if ".grad" in file.code else ():
-        certain = not file.is_ambiguous(name) and not _may_average(function)
-        if certain and any(is_change(file, node) for node in ast.walk(function)):
+    for name, function in file.functions.items() if ".grad" in file.code or "clip_grad_" in file.code else ():
+        certain = name not in CLIPS and not file.is_ambiguous(name) and not _may_average(function)
+        changes = (node for node in ast.walk(function) if _clips(node) or is_change(file, node)) if certain else ()
+        if not all(map(Guards.of(file).is_without_horovod, changes)):
             found.add(name)
     return found
+
+
+def _clips(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and last_name(node.func) in CLIPS
 
 
 def _may_average(node: ast.AST) -> bool:

@@ -1401,6 +1401,23 @@ CASES = [
     ),
     *(
         (
+            "clip_before_synchronize",  # clipping in a function
+            f"{WRAP}def limit(p):\n    torch.nn.utils.clip_grad_norm_(p, 1)\nloss.backward()\n"
+            "limit(p)  # HERE\noptimizer.step()",
+            f"{WRAP}def limit(p):\n    {other}torch.nn.utils.clip_grad_norm_(p, 1)\nloss.backward()\n"
+            "limit(p)\noptimizer.step()",
+        )
+        for other in ("optimizer.synchronize()\n    ", "if hvd.size() == 1: ")
+    ),
+    (
+        "clip_before_synchronize",  # one finding for a function with the name of torch's
+        f"{WRAP}def clip_grad_norm_(p):\n    torch.nn.utils.clip_grad_norm_(p, 1)\nloss.backward()\n"
+        "clip_grad_norm_(p)  # HERE\noptimizer.step()",
+        f"{WRAP}def clip_grad_norm_(p):\n    torch.nn.utils.clip_grad_norm_(p, 1)\nloss.backward()\n"
+        "optimizer.synchronize()\nclip_grad_norm_(p)\nwith optimizer.skip_synchronize():\n    optimizer.step()",
+    ),
+    *(
+        (
             "clip_before_synchronize",  # no finding for a model that no wrapped optimizer trains
             f"{BOTH}for p in model.parameters():\n    {line}  # HERE\noptimizer.step()",
             f"{BOTH}for p in mine.parameters():\n    {line}\noptimizer.step()",
