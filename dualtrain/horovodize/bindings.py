@@ -29,7 +29,8 @@ class Bindings:
     nonlocal. If several imports in one scope bind the same name, the one in the innermost block around the use counts.
     Otherwise the last one counts, or one of a module in ``HOMES`` if the last one is conditional (``except ImportError:``).
 
-    An assignment of a module in ``HOMES``, as in ``hvd = horovod.torch``, counts as an import.
+    An assignment of a module in ``HOMES``, as in ``hvd = horovod.torch``, counts as an import. So does an assignment of the
+    result of a function that imports such a module and returns nothing else, except None.
 
     Args:
         nodes: all nodes of the script in source order.
@@ -47,6 +48,9 @@ class Bindings:
         everything = list(nodes)
         module = next((node for node in everything if isinstance(node, ast.Module)), ast.Module([], []))
         declared = [node for node in everything if isinstance(node, ast.Global | ast.Nonlocal)]
+        #: Full name of the module in ``HOMES`` that each function returns, by the function's name.
+        self._returned: dict[str, str] = {}
+        self._returned |= self._modules_returned(everything, imports_of)
         shared = {(self._scope(node), name): self._declared_in(node, module) for node in declared for name in node.names}
         for node in everything:
             for name, full in (*imports_of(node), *self._copies_of(node)):
@@ -96,6 +100,8 @@ class Bindings:
             return self.imported.get(node.name) in HOMES
         if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call) or loaded_module(node.value):
             return False
+        if self._module_from(node.value):
+            return False
         return any(isinstance(target, ast.Name) and self.imported.get(target.id) in HOMES for target in node.targets)
 
     def _nearest(self, imports: list[tuple[ast.AST, str]], scope: ast.AST, node: ast.AST) -> str:
@@ -121,7 +127,34 @@ class Bindings:
         values = [node.value.body, node.value.orelse] if isinstance(node.value, ast.IfExp) else [node.value]
         paths = [ast.unparse(value).split(".") for value in values if isinstance(value, ast.Name | ast.Attribute)]
         found = {".".join([self.imported.get(first, ""), *rest]) for first, *rest in paths} & set(HOMES)
+        found |= {full for value in values if (full := self._module_from(value))}
         yield from ((target.id, full) for target in node.targets if isinstance(target, ast.Name) for full in found)
+
+    def _module_from(self, value: ast.expr) -> str:
+        """Return the full name of the module in ``HOMES`` that the call ``value`` returns, or an empty string."""
+        called = isinstance(value, ast.Call) and isinstance(value.func, ast.Name)
+        return self._returned.get(value.func.id, "") if called else ""  # type: ignore[attr-defined]
+
+    def _modules_returned(self, nodes: list[ast.AST], imports_of: _ImportsOf) -> Iterator[tuple[str, str]]:
+        """Yield (name, full name of the module) for each function that imports and returns a module in ``HOMES``.
+
+        The function may also return None, but nothing else. Leave out methods, and names that are defined several times.
+        """
+        imports = [(self._scope(node), *bound) for node in nodes for bound in imports_of(node)]
+        for function in {scope: None for scope, _, _ in imports if isinstance(scope, ast.FunctionDef)}:
+            ends = [end.value for end in nodes if isinstance(end, ast.Return) and self._scope(end) is function]
+            values = [end for end in ends if end is not None and not (isinstance(end, ast.Constant) and end.value is None)]
+            paths = {tuple(ast.unparse(value).split(".")) for value in values}
+            found = {
+                ".".join([full, *rest])
+                for first, *rest in paths
+                for full in {full for scope, name, full in imports if scope is function and name == first} or {""}
+            }
+            changed = any(self._assigns(function, first) for first, *_ in paths)
+            defined = sum(isinstance(node, ast.FunctionDef) and node.name == function.name for node in nodes)
+            method = isinstance(self._parents[function], ast.ClassDef)
+            if len(found) == 1 and found <= set(HOMES) and not changed and defined == 1 and not method:
+                yield function.name, found.pop()
 
     def _bound_by(self, node: ast.AST) -> Iterator[str]:
         """Yield the names that ``node`` binds, other than by an import.

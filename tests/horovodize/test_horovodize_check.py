@@ -46,6 +46,21 @@ CASES = [
         "self.hvd = hvd\nself.hvd.broadcast(x, 0)  # HERE",
         "self.hvd = hvd\nself.hvd.broadcast_(x, 0)\nself.lib = hvd\nself.lib = other\nself.lib.broadcast(x, 0)",
     ),
+    *(
+        (
+            "discarded_result",  # a module that a function imports and returns
+            "def get():\n    try:\n        import horovod.torch as lib\n    except ImportError:\n        return None\n"
+            "    return lib\nh = get()\nh.allreduce(x)  # HERE",
+            f"def get():\n    import horovod.torch as lib\n    {other}\nh = get()\nh.allreduce(x)",
+        )
+        for other in (
+            "return Logged(lib)",
+            "lib = Logged(lib)\n    return lib",
+            "return lib if x else other",
+            "if x:\n        import other as lib\n    return lib",
+            "return lib\ndef get():\n    return other",
+        )
+    ),
     (
         "discarded_result",  # a module that import_module loads
         "import importlib\nself.h = None\nself.h = importlib.import_module('horovod.torch')\nself.h.allreduce(x)  # HERE",

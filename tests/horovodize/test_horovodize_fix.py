@@ -105,6 +105,11 @@ REPAIRS = [
         None,  # not repaired: synchronize() before the block would come before backward
     ),
     ("torch.cuda.set_device( hvd.rank() )\n", "torch.cuda.set_device( hvd.local_rank() )\n"),
+    (  # the result of a function is horovod.torch, and so no stub
+        "def get():\n    import dualtrain.hvd as hvd\n    return hvd\nhvd = get()\ntorch.cuda.set_device(hvd.rank())\n",
+        "def get():\n    import dualtrain.hvd as hvd\n    return hvd\nhvd = get()\n"
+        "torch.cuda.set_device(hvd.local_rank())\n",
+    ),
     ("r = hvd.rank()\nd = 'cuda:%d' % r\n", "r = hvd.rank()\nd = 'cuda:%d' % hvd.local_rank()\n"),
     ("device = hvd.rank()\nm = Net(device=device)\nm.to(device)\n", None),
     (
