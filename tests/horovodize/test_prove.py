@@ -986,10 +986,24 @@ def test_a_failed_run_whose_processes_hang_at_exit_is_ended_before_its_timeout(r
     copy = f"shutil.copytree({str(record)!r}, sys.argv[1], dirs_exist_ok=True)"
     script.write_text(f"import shutil, sys, time\n{copy}\ntime.sleep(20)\nopen({str(tmp_path / 'end')!r}, 'w')\n")
     monkeypatch.setattr(launch, "_torchrun", lambda nproc, program, folder: [sys.executable, str(script), str(folder)])
-    monkeypatch.setattr(launch, "_FAILED_SECONDS", 0.1)
+    monkeypatch.setattr(launch, "_EXIT_SECONDS", 0.1)
     with workspace() as space:
         with pytest.raises(RunError, match=r"the script failed on rank 1, .*: ValueError: no$"):
             Job((str(script),), 2, STEPS, None, timeout=50.0, space=space).record("dualtrain", "record")
+        assert not marked(space.mark)
+    assert not (tmp_path / "end").exists()
+
+
+def test_a_run_that_has_ended_does_not_wait_for_processes_that_the_script_leaves(record, tmp_path, monkeypatch):
+    """Write a complete record, then sleep, as horovodrun does while a child of the script has its output open."""
+    script = tmp_path / "ended.py"
+    copy = f"shutil.copytree({str(record)!r}, sys.argv[1], dirs_exist_ok=True)"
+    script.write_text(f"import shutil, sys, time\n{copy}\ntime.sleep(20)\nopen({str(tmp_path / 'end')!r}, 'w')\n")
+    monkeypatch.setattr(launch, "_torchrun", lambda nproc, program, folder: [sys.executable, str(script), str(folder)])
+    monkeypatch.setattr(launch, "_EXIT_SECONDS", 0.1)
+    with workspace() as space:
+        run = Job((str(script),), 2, STEPS, None, timeout=50.0, space=space).record("dualtrain", "record")
+        assert run.steps == STEPS
         assert not marked(space.mark)
     assert not (tmp_path / "end").exists()
 

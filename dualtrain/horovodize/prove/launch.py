@@ -21,7 +21,7 @@ from dualtrain.differences import ranks_in_words
 from dualtrain.errors import UserError
 from dualtrain.horovodize import recorder
 from dualtrain.horovodize.prove.cleaner import END_SECONDS, MARK, POLL_SECONDS, end_marked
-from dualtrain.horovodize.prove.reader import failure_at_end, read_record
+from dualtrain.horovodize.prove.reader import failure_at_end, has_end, read_record
 from dualtrain.horovodize.prove.records import RankRecord, RunRecord
 from dualtrain.horovodize.prove.workspace import Workspace
 from dualtrain.processes import signal_at_parents_end
@@ -34,9 +34,10 @@ _OF_LAUNCHER = re.compile(r"\[\d+(,\d+)?\]<std(out|err)>:?|^\[\d+\]")
 _IS_ERROR = re.compile(r"\b\w*([Ee]rror|refused|not found)\b.*:|: error|exited on signal|SIG[A-Z]+")
 #: Errors of ranks whose peer has failed or exited.
 _OF_PEERS = re.compile(r"HorovodInternalError|PeerFailedError|Horovod has been shut down")
-#: After a rank has recorded an error of the script, a run that takes no step for this time is ended: with some errors,
-#: Horovod's ranks hang at exit.
-_FAILED_SECONDS = 15.0
+#: After a rank has recorded an error of the script, or all ranks have recorded its end, a run that takes no step for this
+#: time is ended. With some errors, Horovod's ranks hang at exit; and horovodrun waits for processes that the script leaves
+#: behind, if they may write to its output.
+_EXIT_SECONDS = 15.0
 #: Allow Open MPI to run as root and with more ranks than cores. Other MPI implementations ignore these variables.
 _OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
@@ -99,7 +100,7 @@ class Job:
         folder.mkdir(parents=True)
         launched = time.time()
         log = folder / "output.txt"
-        status, hung = _run(command, env, folder, log, self.timeout)
+        status, hung = _run(command, env, folder, log, self.timeout, self.nproc)
         if not list(folder.glob("rank-*.jsonl")):
             raise RunError(f"{_start_failure(side, status, hung, self.timeout)}{_error_line(log)}")
         run = read_record(folder, launched)
@@ -162,11 +163,14 @@ def environment(nproc: int, side: Side, compat: bool, space: Workspace) -> dict[
 # -- the processes ------------------------------------------------------------------------------------------------------
 
 
-def _run(command: Sequence[str], env: Mapping[str, str], folder: Path, log: Path, timeout: float) -> tuple[int, bool]:
+def _run(
+    command: Sequence[str], env: Mapping[str, str], folder: Path, log: Path, timeout: float, nproc: int
+) -> tuple[int, bool]:
     """Run ``command``. Return its exit status, and whether it was ended because no rank took a step for ``timeout`` s.
 
-    If the script has failed on a rank, end the command after only ``_FAILED_SECONDS`` without a step. The status is 1 if
-    this function ended the command. Before it returns or raises, it ends all processes of the run.
+    If the script has failed on a rank, or has ended on all ``nproc`` ranks, end the command after only ``_EXIT_SECONDS``
+    without a step. The status is 1 if this function ended the command. Before it returns or raises, it ends all processes
+    of the run.
     """
     parent = os.getpid()
     with log.open("wb") as output:
@@ -181,16 +185,16 @@ def _run(command: Sequence[str], env: Mapping[str, str], folder: Path, log: Path
         )
         try:
             written, since = _written(folder), time.monotonic()
-            looked = False  # whether the ranks' records have been searched for an error since the last step
+            looked = False  # whether the ends of the ranks' records have been read since the last step
             while process.poll() is None:
                 time.sleep(POLL_SECONDS)
                 now, silent = _written(folder), time.monotonic() - since
                 if now != written:
                     written, since, looked = now, time.monotonic(), False
-                elif silent > timeout or (silent > _FAILED_SECONDS and not looked and _has_failed(folder)):
+                elif silent > timeout or (silent > _EXIT_SECONDS and not looked and _has_ended(folder, nproc)):
                     end_marked(env[MARK])  # by SIGKILL: a script that handles SIGTERM would record an ordinary end
                     return 1, silent > timeout
-                elif silent > _FAILED_SECONDS:
+                elif silent > _EXIT_SECONDS:
                     looked = True
             return process.returncode, False
         finally:
@@ -202,10 +206,11 @@ def _written(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("rank-*.jsonl"))
 
 
-def _has_failed(folder: Path) -> bool:
-    """Return whether a rank has recorded an error of the script that a failed peer did not cause."""
-    failures = (failure_at_end(path) for path in folder.glob("rank-*.jsonl"))
-    return any(failure and not _OF_PEERS.search(failure) for failure in failures)
+def _has_ended(folder: Path, nproc: int) -> bool:
+    """Return whether a rank has recorded an error that a failed peer did not cause, or all ranks the end of the script."""
+    paths = list(folder.glob("rank-*.jsonl"))
+    failed = any(failure and not _OF_PEERS.search(failure) for failure in map(failure_at_end, paths))
+    return failed or (len(paths) == nproc and all(map(has_end, paths)))
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:
