@@ -36,6 +36,7 @@ DICTS = (
     "s = {x: torch.utils.data.DistributedSampler(d[x], 2, 0) for x in parts}  # HERE\n"
     "loaders = {x: torch.utils.data.DataLoader(d[x], sampler=s[x]) for x in parts}\n"
 )
+LOAD = "    return torch.utils.data.DataLoader(d, sampler=s)\nfor n in range(args.epochs):\n    for x in load(n): pass"
 SAVES = "hvd.init()\ndef save(on):\n    if not on:\n        return\n    torch.save(model, 'x')\n"
 #: (rule, script with one finding of the rule in the line marked HERE, script without a finding of the rule). A comment
 #: names the subject of the scripts, or gives the reason for a finding or for none.
@@ -1526,6 +1527,14 @@ CASES = [
         "rate_times_size",
         "timeit.timeit(step, number=args.num_warmup_batches)\no = torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE",
         "o = torch.optim.SGD(p, lr=0.1 * hvd.size())\nstart, end = init_schedules(o, warmup_epochs=5)",
+    ),
+    *(
+        (
+            "same_order_every_epoch",  # no finding if each epoch has its own seed
+            f"def load(n):\n    s = torch.utils.data.DistributedSampler(d, 2, 0, seed=args.seed)  # HERE\n{LOAD}",
+            f"def load(n):\n    s = torch.utils.data.DistributedSampler(d, 2, 0, {seed})\n{LOAD}",
+        )
+        for seed in ("seed=args.seed + epoch", "True, self.epoch", "seed=n")
     ),
     (
         "same_order_every_epoch",  # no finding if each epoch may have different data

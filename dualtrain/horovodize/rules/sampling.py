@@ -140,15 +140,19 @@ def same_order_every_epoch(source: Source) -> Iterator[Finding]:
         scope = getattr(source.scope(call), "name", "")
         if not shuffles or is_for_evaluation(source, call) or is_evaluation(scope) or source.uses_elastic:
             continue
-        if not is_read(source, call) or leaves_program(source, call) or _has_data_of_epoch(source, call, loops):
+        if not is_read(source, call) or leaves_program(source, call) or _depends_on_epoch(source, call, loops):
             continue
         message = "all epochs have the same order of samples; call set_epoch(epoch) on the sampler before each epoch"
         # No repair if there is a set_epoch(0): it may run after the inserted call and override it.
         yield Finding(call.lineno, "trap", message, () if constant else tuple(_set_epoch_of(source, call)))
 
 
-def _has_data_of_epoch(source: Source, call: ast.Call, loops: list[ast.For]) -> bool:
-    """Return whether the sampler may have different samples in each epoch because its data set depends on the epoch."""
+def _depends_on_epoch(source: Source, call: ast.Call, loops: list[ast.For]) -> bool:
+    """Return whether the sampler may have other samples in each epoch because its data set or seed depends on the epoch."""
+    seed = argument_at(call, 4, "seed")
+    names = {last_name(node) for node in ast.walk(seed)} - {""} if seed is not None else set[str]()
+    if any(_EPOCH.search(name) for name in names) or not names.isdisjoint(map(_epoch_variable, loops)):
+        return True
     data = first_argument(call, "dataset")
     around = [loop for loop in loops if loop in source.above(call)]
     if data is None or not around:
