@@ -406,6 +406,13 @@ CASES = [
         "model.load_state_dict(state)\n" + WRAP + "optimizer.load_state_dict(state)",
     ),
     (
+        "checkpoint_before_wrapping",  # in a function
+        "def load(model, o):\n    model.load_state_dict(a)\n    o.load_state_dict(b)\n"
+        f"load(model, o=optimizer)  # HERE\n{WRAP}",
+        "def load(model, o):\n    model.load_state_dict(a)\n    if o:\n        o.load_state_dict(b)\n"
+        f"load(model, other)\nload(model, None)\n{WRAP}load(model, optimizer)",
+    ),
+    (
         "checkpoint_before_wrapping",
         "a = torch.optim.SGD(w, lr=1, momentum=0.9)\na.load_state_dict(state)  # HERE\na = hvd.DistributedOptimizer(a)",
         "sgd = torch.optim.SGD(w, lr=1)\nsgd.load_state_dict(state)\nsgd = hvd.DistributedOptimizer(sgd)",

@@ -38,12 +38,24 @@ def checkpoint_before_wrapping(source: Source) -> Iterator[Finding]:
     for _, wrap in source.wraps:
         given = first_argument(wrap, "optimizer")
         inner = last_name(given) if given is not None else ""
-        for call in _methods(source, "load_state_dict"):
-            same = inner and last_name(_owner(call)) == inner and source.scope(call) is source.scope(wrap)
-            if same and call.lineno < wrap.lineno and not _has_no_state(source, inner):
-                cure = "nothing to do" if _is_loaded_by_all(source, call) else _BROADCAST_STATE
-                message = f"the state loaded before wrapping is kept; Horovod drops it; {cure}"
-                yield Finding(call.lineno, "differs", message)
+        found = dict[int, list[ast.Call]]()
+        for load in _methods(source, "load_state_dict"):
+            for call, optimizer in ((load, _owner(load)), *_calls_with_optimizer(source, load)):
+                same = inner and last_name(optimizer) == inner and source.scope(call) is source.scope(wrap)
+                if same and call.lineno < wrap.lineno and not _has_no_state(source, inner):
+                    found.setdefault(call.lineno, []).extend([call, load])
+        for line, calls in found.items():
+            cure = "nothing to do" if all(_is_loaded_by_all(source, call) for call in calls) else _BROADCAST_STATE
+            message = f"the state loaded before wrapping is kept; Horovod drops it; {cure}"
+            yield Finding(line, "differs", message)
+
+
+def _calls_with_optimizer(source: Source, load: ast.Call) -> Iterator[tuple[ast.Call, ast.expr]]:
+    """Yield the calls of the function around ``load`` if it loads into a parameter, each with the optimizer it passes."""
+    scope, owner = source.scope(load), _owner(load)
+    if isinstance(scope, Function) and isinstance(owner, ast.Name) and owner.id in source.parameters(load):
+        given = ((call, argument(source, scope, call, owner.id)) for call in calls_of(source, scope))
+        yield from ((call, value) for call, value in given if value is not None)
 
 
 _BROADCAST_STATE = (
