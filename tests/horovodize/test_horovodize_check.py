@@ -1433,6 +1433,13 @@ CASES = [
         for other in ("optimizer.synchronize()\n    ", "if hvd.size() == 1: ")
     ),
     (
+        "clip_before_synchronize",  # no finding after a call of a function that calls synchronize()
+        f"{WRAP}def wait():\n    torch.cuda.synchronize()\nloss.backward()\nwait()\nclip_grad_norm_(p, 1)  # HERE\n"
+        "optimizer.step()",
+        f"{WRAP}def wait():\n    optimizer.synchronize()\nloss.backward()\nwait()\nclip_grad_norm_(p, 1)\n"
+        "with optimizer.skip_synchronize():\n    optimizer.step()",
+    ),
+    (
         "clip_before_synchronize",  # one finding for a function with the name of torch's
         f"{WRAP}def clip_grad_norm_(p):\n    torch.nn.utils.clip_grad_norm_(p, 1)\nloss.backward()\n"
         "clip_grad_norm_(p)  # HERE\noptimizer.step()",

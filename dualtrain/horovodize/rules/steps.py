@@ -109,15 +109,24 @@ def _optimizers(call: ast.Call) -> list[ast.expr]:
 def _may_be_synchronized(source: Source, events: list[Event], number: int) -> bool:
     """Return whether another function may have averaged the gradients before event ``number``.
 
-    True after a call of a function whose name suggests that it averages gradients. Also True if no backward pass precedes
-    the event in its function, and the program calls ``synchronize`` anywhere.
+    True after a call of a function that averages gradients, judging by its name or by the names that it calls. Also True if
+    no backward pass precedes the event in its function, and the program calls ``synchronize`` anywhere.
     """
     passes, between = _since_last_pass(source, events, number)
-    named = (last_name(call.func) for call in between if not source.name(call.func).startswith(_LIBRARIES))
+    named = {last_name(call.func) for call in between if not source.name(call.func).startswith(_LIBRARIES)}
     if any(averages_in_step(name) and not name.endswith("synchronize") for name in named):
+        return True
+    if any(not named.isdisjoint(file.once(_synchronizing_functions_of)) for file in source.files):
         return True
     calls = (call for file in source.files for call in file.calls if not file.name(call.func))
     return not passes and any(last_name(call.func) == "synchronize" for call in calls)
+
+
+def _synchronizing_functions_of(file: Source) -> set[str]:
+    """Return the names of the functions and methods of one file that, judging by the names they call, average gradients."""
+    calls = (call for call in file.calls if averages_in_step(last_name(call.func)))
+    scopes = {file.scope(call) for call in calls if not file.name(call.func).startswith(_LIBRARIES)}
+    return {scope.name for scope in scopes if not isinstance(scope, ast.Module)}
 
 
 #: Words in conditions that are true if there are several processes.
