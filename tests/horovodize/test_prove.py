@@ -27,7 +27,7 @@ from dualtrain.errors import UserError
 from dualtrain.horovodize import recorder
 from dualtrain.horovodize.__main__ import main
 from dualtrain.horovodize.prove import collect, launch
-from dualtrain.horovodize.prove.causes import likely_causes
+from dualtrain.horovodize.prove.causes import RACES, likely_causes
 from dualtrain.horovodize.prove.cleaner import marked
 from dualtrain.horovodize.prove.comparison import different_end, distance, first_difference, moved, unequal_options
 from dualtrain.horovodize.prove.evidence import Evidence
@@ -595,10 +595,12 @@ def test_an_unrepeatable_script_is_compared_with_the_spread_of_its_horovod_runs(
 ):
     horovod = [simulated(), simulated(scaled_by(1 + spread))]
     evidence = Evidence(horovod, [simulated(scaled_by(1 + relative))])
-    verdict = verdict_of(evidence, [])
+    verdict = verdict_of(evidence, ["another cause"], ["a race"])
     assert (verdict.status, verdict.line.startswith(begins)) == (status, True), verdict.line
     assert verdict.details[0].startswith("not repeatable: two runs on Horovod differ before the first step in 'weight'")
     assert "--seed 1" in verdict.details[1]
+    assert verdict.details[2] == "possible cause: a race"
+    assert not any("another cause" in line for line in verdict.details)
 
 
 def test_the_distance_between_unrepeatable_runs_names_the_compared_step(simulated):
@@ -761,6 +763,7 @@ def test_the_likeliest_cause_is_a_line_of_the_script(tmp_path):
     found = likely_causes([str(script)])
     assert found[0].startswith(f"{script}:7: ")
     assert any(line.startswith(f"{script}:5: ") for line in found)
+    assert likely_causes([str(script)], RACES) == found[:1]
     lines = CLIPPED.splitlines()
     inner = "\n".join(["def train(model, opt):", *(f"    {line}" for line in lines[5:7]), "    opt.step()"])
     script.write_text("\n".join([*lines[:4], inner, "train(model, optimizer)\n"]))

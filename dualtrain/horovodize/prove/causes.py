@@ -34,16 +34,21 @@ CAUSES: tuple[Rule, ...] = (
 )
 
 
+#: Rules on code that reads or changes gradients while they are averaged: two runs on Horovod may then differ.
+RACES: tuple[Rule, ...] = (steps.clip_before_synchronize, steps.scaler_before_synchronize, steps.skipped_reduction)
+
+
 #: At most this many files of a program are read.
 MOST_FILES = 100
 
 
-def likely_causes(program: Sequence[str]) -> list[str]:
+def likely_causes(program: Sequence[str], rules: Sequence[Rule] = CAUSES) -> list[str]:
     """Return the lines of a program that may give different numbers on Horovod and dualtrain, the likeliest first.
 
     Args:
         program: the script and its arguments, with ``-m`` before a module. Modules that the script imports from its own
             folder, directly or through other modules, are read too. With ``-m``, they are read from the current folder.
+        rules: the rules whose findings are returned, in this order.
 
     Files that cannot be read as Python, whose code is nested too deeply, or beyond ``MOST_FILES`` are left out: the
     comparison does not need their lines.
@@ -52,20 +57,20 @@ def likely_causes(program: Sequence[str]) -> list[str]:
     start = [first.with_name(first.name + ".py"), first / "__main__.py"] if program[0] == "-m" else [first]
     sources = _sources(start, Path() if program[0] == "-m" else first.parent)
     make_program(list(sources.values()))
-    found = {path: _findings(source) for path, source in sources.items()}
-    return [f"{path}:{each}" for number in range(len(CAUSES)) for path in found for each in found[path][number]]
+    found = {path: _findings(source, rules) for path, source in sources.items()}
+    return [f"{path}:{each}" for number in range(len(rules)) for path in found for each in found[path][number]]
 
 
-def _findings(source: Source) -> list[list[str]]:
+def _findings(source: Source, rules: Sequence[Rule]) -> list[list[str]]:
     """Return, for each rule, the lines with a finding, and their messages.
 
     Leave out lines that run only without Horovod or with one rank; return no lines if the code is nested too deeply.
     """
     try:
         off = Guards.of(source).lines_without_horovod()
-        found = [sorted(rule(source), key=lambda each: each.line) for rule in CAUSES]
+        found = [sorted(rule(source), key=lambda each: each.line) for rule in rules]
     except RecursionError:
-        return [[] for _ in CAUSES]
+        return [[] for _ in rules]
     return [[f"{each.line}: {each.message}" for each in of_rule if each.line not in off] for of_rule in found]
 
 

@@ -51,9 +51,13 @@ class Verdict:
     difference: Difference | None = None
 
 
-def verdict_of(evidence: Evidence, causes: Sequence[str]) -> Verdict:
-    """Return the verdict. ``causes`` are findings of ``--check`` that may explain a difference, the likeliest first."""
-    verdict = _verdict(evidence, [evidence.changed, *causes] if evidence.changed else causes)
+def verdict_of(evidence: Evidence, causes: Sequence[str], races: Sequence[str] = ()) -> Verdict:
+    """Return the verdict.
+
+    ``causes`` are findings of ``--check`` that may explain a difference between the sides, the likeliest first. ``races``
+    are findings that may explain a difference between two runs of one side.
+    """
+    verdict = _verdict(evidence, [evidence.changed, *causes] if evidence.changed else causes, races)
     if evidence.changed and not any(evidence.changed in line for line in (verdict.line, *verdict.details)):
         verdict.details.insert(0, f"note: {evidence.changed}")
     if evidence.dualtrain and not evidence.failure:
@@ -86,7 +90,7 @@ def _not_finite(run: RunRecord) -> int | None:
     return min(found, default=None)
 
 
-def _verdict(evidence: Evidence, causes: Sequence[str]) -> Verdict:
+def _verdict(evidence: Evidence, causes: Sequence[str], races: Sequence[str]) -> Verdict:
     if evidence.failure:
         return Verdict(f"fails with dualtrain, but not on Horovod: {evidence.failure}", 1)
     horovod, dualtrain = evidence.horovod[0], evidence.dualtrain[0]
@@ -96,7 +100,7 @@ def _verdict(evidence: Evidence, causes: Sequence[str]) -> Verdict:
     difference = first_difference(horovod, dualtrain)
     steps = f"{horovod.steps} steps{_all_steps_note(horovod)}"
     if evidence.difference_of_repeats is not None:
-        return _by_spread(evidence, evidence.difference_of_repeats)
+        return _by_spread(evidence, evidence.difference_of_repeats, races)
     if difference is None:
         return Verdict(f"same bits for {steps}{speed(evidence)}", 0)
     if evidence.other_platform:
@@ -265,13 +269,14 @@ def _by_tolerance(
     return Verdict(line, 1, details, difference)
 
 
-def _by_spread(evidence: Evidence, repeats: Difference) -> Verdict:
+def _by_spread(evidence: Evidence, repeats: Difference, races: Sequence[str]) -> Verdict:
     """Compare the sides by distance, because the script is not repeatable.
 
     The limit is twice the script's spread: the largest distance between two runs on Horovod. With --against there is only
     one run on Horovod; the largest distance between two runs with dualtrain is used instead. The proof also fails if the
     spread is too large (``LARGEST_SPREAD``, ``PART_OF_TRAINING``), or if several runs on Horovod agree, but those with
-    dualtrain do not. ``repeats`` is the first difference between two runs of the same side.
+    dualtrain do not. ``repeats`` is the first difference between two runs of the same side; ``races`` are possible causes
+    of it.
     """
     only_dualtrain = not any(first_difference(a, b) for a, b in combinations(evidence.horovod, 2))
     pair = "two runs with dualtrain" if only_dualtrain else "two runs on Horovod"
@@ -279,6 +284,7 @@ def _by_spread(evidence: Evidence, repeats: Difference) -> Verdict:
         f"not repeatable: {pair} differ {where(repeats)}",
         "to compare bits, make the script repeatable: set OMP_NUM_THREADS=1, and give --seed 1, which seeds torch, numpy "
         "and random on each rank before the script starts",
+        *(f"possible cause: {race}" for race in races),
     ]
     if only_dualtrain and len(evidence.horovod) > 1:
         line = f"repeatable on Horovod, but not with dualtrain: {pair} differ {where(repeats)}"
