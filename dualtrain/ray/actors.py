@@ -13,7 +13,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dualtrain.errors import UserError
 from dualtrain.functions.rank import prepare
-from dualtrain.launchers import new_job
+from dualtrain.launchers import new_job, without_launchers
 from dualtrain.ray.settings import Placement
 from dualtrain.rendezvous.hosts import identity
 from dualtrain.rendezvous.meeting_point import reserve
@@ -39,6 +39,9 @@ class Worker:
 
     def set_variables(self, variables: Mapping[str, str]) -> None:
         """Set the environment variables that make this process a rank, and prepare it (see ``functions/rank.py``)."""
+        # Ray's workers inherit the variables of the process that started Ray, which may have had a rank of its own.
+        for name in set(os.environ) - set(without_launchers(os.environ)):
+            del os.environ[name]
         os.environ.update(variables)
         prepare()
 

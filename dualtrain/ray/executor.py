@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from dualtrain.errors import UserError
 from dualtrain.functions.local import refuse_other_backend
-from dualtrain.launchers import World, new_job, spawned
+from dualtrain.launchers import World, new_job, spawned, without_launchers
 from dualtrain.ray.actors import Actors, results
 from dualtrain.ray.settings import Placement, Settings, placement
 
@@ -115,7 +115,7 @@ class RayExecutor:
         for rank in range(size):
             world = World().placed(rank, hosts)
             of_rank = spawned(rank, size, address, secret, job, (world.local_rank, world.local_size), "ray")
-            arguments.append((variables | of_rank | visible_gpus(rank, places),))
+            arguments.append((without_launchers(variables) | of_rank | visible_gpus(rank, places),))
         self._call_and_wait("set_variables", arguments)
 
     def run_remote(

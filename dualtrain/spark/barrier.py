@@ -25,7 +25,7 @@ from dualtrain.functions.children import GRACE_SECONDS, run_children
 from dualtrain.functions.local import rank_environment, refuse_other_backend
 from dualtrain.functions.outcome import results_of
 from dualtrain.functions.payload import pickled_call
-from dualtrain.launchers import World, new_job, spawned
+from dualtrain.launchers import World, new_job, spawned, without_launchers
 from dualtrain.rendezvous.hosts import identity, listening_address
 from dualtrain.rendezvous.store import StoreServer, listen
 
@@ -92,7 +92,8 @@ def run(
     size = context.defaultParallelism if num_proc is None else num_proc
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise UserError(f"num_proc={num_proc!r} is not a number of ranks: give a whole number from 1")
-    variables = dict(env or {})
+    # ``env`` may be a copy of the driver's environment, with the driver's own rank.
+    variables = without_launchers(env or {})
     for interface in list(nics or ())[:1]:
         variables["GLOO_SOCKET_IFNAME"] = interface
     task = _Task(pickled_call(fn, args, kwargs, cloudpickle), variables, executable)

@@ -34,13 +34,13 @@ class Model:
     def __init__(self, x, y=0):
         self.x = x + y
 executor = RayExecutor(RayExecutor.create_settings(timeout_s=120), num_workers=2)
-executor.start(Model, [3], {"y": 4}, extra_env_vars={"MINE": "m"})
+executor.start(Model, [3], {"y": 4}, extra_env_vars={"MINE": "5", "HOROVOD_RANK": "7"})
 show(executor.run(functions.train, [3], {"lr": 0.2}))
 show(ray.get(executor.run_remote(functions.train, [3], {"lr": 0.2})))
 def add(model):
     import os
     model.x += int(os.environ["RANK"])
-    return model.x, os.environ["MINE"], functions.launcher()
+    return model.x, os.environ["MINE"], os.environ["HOROVOD_RANK"], functions.launcher()
 show([executor.execute(add), executor.execute(add), executor.execute_single(lambda model: model.x)])
 failure(lambda: executor.start())
 executor.shutdown()
@@ -56,7 +56,7 @@ executor.shutdown()
     assert {rank["library"] for rank in first} == {"dualtrain"}
     assert first[0]["weights"] == first[1]["weights"]
     assert second == first
-    assert kept == [[[7, "m", "ray"], [8, "m", "ray"]], [[7, "m", "ray"], [9, "m", "ray"]], 7]
+    assert kept == [[[7, "5", "0", "ray"], [8, "5", "1", "ray"]], [[7, "5", "0", "ray"], [9, "5", "1", "ray"]], 7]
     assert (twice[1], over[1]) == ("UserError", "UserError")
     assert "start() was called twice" in twice[2]
     assert "call start() first" in over[2]
@@ -105,6 +105,16 @@ failure(one_host.start)
     assert "could not reserve 2 times {'CPU': 1} within 2 s" in spread[2]
     assert packed == ["ray", "ray"]
     assert "Ray is not initialized: call ray.init()" in stopped[2]
+
+
+def test_the_rank_of_a_ray_actor_replaces_the_rank_that_it_inherits(monkeypatch):
+    from dualtrain.ray import actors
+
+    inherited = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "KEPT": "k"}
+    monkeypatch.setattr(actors.os, "environ", inherited)
+    monkeypatch.setattr(actors, "prepare", lambda: None)
+    actors.Worker(1, 2).set_variables({"RANK": "1"})
+    assert inherited == {"RANK": "1", "KEPT": "k"}
 
 
 @pytest.mark.usefixtures("import_hook")

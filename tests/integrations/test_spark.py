@@ -38,8 +38,8 @@ show(HorovodRunner(np=-2).run(functions.train, steps=3, lr=0.2))
 scale = 10
 def by_value(x):  # defined in __main__
     import os
-    return scale * x + int(os.environ["RANK"]), os.environ["MINE"], functions.launcher()
-show(run(by_value, (4,), num_proc=2, env={"MINE": "m"}))
+    return scale * x + int(os.environ["HOROVOD_RANK"]), os.environ["MINE"], functions.launcher()
+show(run(by_value, (4,), num_proc=2, env={"MINE": "m", "HOROVOD_RANK": "7"}))
 """
     )
     ranks, one, here, by_value = map(json.loads, lines)
