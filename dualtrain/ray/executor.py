@@ -78,7 +78,7 @@ class RayExecutor:
         executable_cls: Callable[..., Any] | None = None,
         executable_args: Sequence[Any] | None = None,
         executable_kwargs: Mapping[str, Any] | None = None,
-        extra_env_vars: Mapping[str, str] | None = None,
+        extra_env_vars: Mapping[str, Any] | None = None,
     ) -> None:
         """Start an actor for each rank, with the environment variables ``extra_env_vars``. Blocks until all have started.
 
@@ -95,7 +95,7 @@ class RayExecutor:
             raise UserError("RayExecutor.start() was called twice: call shutdown() before the second call")
         self._actors, self._failed = Actors(self._placement, self._settings.placement_group_timeout_s), ""
         try:
-            self._make_ranks(dict(extra_env_vars or {}))
+            self._make_ranks({str(name): str(value) for name, value in (extra_env_vars or {}).items()})
             arguments = (executable_cls, executable_args or (), executable_kwargs or {})
             self._call_and_wait("make", [arguments] * self._placement.num_workers)
         except BaseException:

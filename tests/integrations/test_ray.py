@@ -34,7 +34,7 @@ class Model:
     def __init__(self, x, y=0):
         self.x = x + y
 executor = RayExecutor(RayExecutor.create_settings(timeout_s=120), num_workers=2)
-executor.start(Model, [3], {"y": 4}, extra_env_vars={"MINE": "5", "HOROVOD_RANK": "7"})
+executor.start(Model, [3], {"y": 4}, extra_env_vars={"MINE": 5, "HOROVOD_RANK": "7"})
 show(executor.run(functions.train, [3], {"lr": 0.2}))
 show(ray.get(executor.run_remote(functions.train, [3], {"lr": 0.2})))
 def add(model):
