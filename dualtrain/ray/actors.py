@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import ray
@@ -71,24 +72,27 @@ class Actors:
     """
 
     def __init__(self, placement: Placement, seconds: float) -> None:
-        if not ray.is_initialized():
-            raise UserError("Ray is not initialized: call ray.init() before start()")
+        require_ray()
         current = get_current_placement_group() if placement.current_group else None
         self._own_group = None if current is not None else _make_group(placement, seconds)
         worker, size = ray.remote(Worker), placement.num_workers
         job = new_job()
-        self.workers = [
-            worker.options(
-                name=f"dualtrain-{job}-rank-{rank}-of-{size}",  # Ray's error about a dead actor contains this name
-                num_cpus=placement.cpus,
-                num_gpus=placement.gpus,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(
-                    placement_group=current or self._own_group,
-                    placement_group_bundle_index=-1 if self._own_group is None else placement.bundle_of(rank),
-                ),
-            ).remote(rank, size)
-            for rank in range(size)
-        ]
+        self.workers: list[Any] = []
+        try:
+            for rank in range(size):
+                options = worker.options(
+                    name=f"dualtrain-{job}-rank-{rank}-of-{size}",  # Ray's error about a dead actor contains this name
+                    num_cpus=placement.cpus,
+                    num_gpus=placement.gpus,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(
+                        placement_group=current or self._own_group,
+                        placement_group_bundle_index=-1 if self._own_group is None else placement.bundle_of(rank),
+                    ),
+                )
+                self.workers.append(options.remote(rank, size))
+        except BaseException:
+            self.end()
+            raise
 
     def call(self, method: str, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         """Start a method on each actor, with that actor's arguments; return references to the results."""
@@ -97,12 +101,21 @@ class Actors:
 
     def end(self) -> None:
         """End the actors' processes, and remove the placement group that was made for them."""
-        for worker in self.workers:
-            ray.kill(worker)
-        self.workers = []
-        if self._own_group is not None:
-            remove_placement_group(self._own_group)
-            self._own_group = None
+        workers, group = self.workers, self._own_group
+        self.workers, self._own_group = [], None
+        if not ray.is_initialized():
+            return  # ray.shutdown() has ended them, and the calls below would start a new Ray
+        for worker in workers:
+            with suppress(ray.exceptions.RayError, ValueError):  # an actor of a Ray that was shut down
+                ray.kill(worker)
+        if group is not None:
+            remove_placement_group(group)
+
+
+def require_ray() -> None:
+    """Raise UserError if Ray is not initialized: otherwise, Ray's functions would start a new Ray on this host."""
+    if not ray.is_initialized():
+        raise UserError("Ray is not initialized: call ray.init() before start()")
 
 
 def results(references: Sequence[Any], seconds: float | None, what: str) -> list[Any]:
@@ -126,7 +139,12 @@ def _make_group(placement: Placement, seconds: float) -> PlacementGroup:
     """Make a placement group. Blocks until Ray has reserved it. Raises UserError if this takes longer than ``seconds``."""
     bundles = placement.bundles
     group = placement_group(bundles, strategy="STRICT_SPREAD" if placement.num_hosts else "PACK")
-    if not group.wait(seconds):
+    try:
+        reserved = group.wait(seconds)
+    except BaseException:  # Ctrl-C, for example
+        remove_placement_group(group)
+        raise
+    if not reserved:
         remove_placement_group(group)
         raise UserError(
             f"Ray could not reserve {len(bundles)} times {bundles[0]} within {seconds:g} s; Ray has only "

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from dualtrain.errors import UserError
 from dualtrain.functions.local import refuse_other_backend
 from dualtrain.launchers import World, new_job, spawned, without_launchers
-from dualtrain.ray.actors import Actors, results
+from dualtrain.ray.actors import Actors, require_ray, results
 from dualtrain.ray.settings import Placement, Settings, placement
 
 T = TypeVar("T")
@@ -138,7 +138,8 @@ class RayExecutor:
         """Return the results of ``fn(*args, **kwargs)`` by rank. Blocks until all calls have ended, or one rank has failed.
 
         If ``fn`` raises on a rank, or a rank's process ends, all actors are ended, their objects are lost, and Ray's
-        exception is raised; it names the rank. ``callbacks`` are ignored, as Horovod ignores them without elastic training.
+        exception is raised; it names the rank. Ctrl-C ends all actors, too. ``callbacks`` are ignored, as Horovod ignores
+        them without elastic training.
 
         Raises:
             UserError: the actors are not started.
@@ -163,10 +164,13 @@ class RayExecutor:
             self._actors = None
 
     def _wait_for(self, references: Sequence[Any], what: str) -> list[Any]:
-        """Return the results. If a rank fails, end the other ranks, which might wait for it without a limit."""
+        """Return the results. If a rank fails, end the other ranks, which might wait for it without a limit.
+
+        Also end all ranks if the wait is interrupted: the next call would wait until their functions have returned.
+        """
         try:
             return results(references, None, what)
-        except Exception:
+        except BaseException:
             self.shutdown()
             self._failed = what
             raise
@@ -179,10 +183,11 @@ class RayExecutor:
         return results(self._running().call(method, arguments), seconds, f"the start of {len(arguments)} ranks ({method})")
 
     def _running(self) -> Actors:
-        """Return the actors. Raises UserError if there are none."""
+        """Return the actors. Raises UserError if there are none, or Ray was shut down."""
         if self._actors is None:
             after = f", because {self._failed}() has failed" if self._failed else ""
             raise UserError(f"RayExecutor has no workers{after}: call start() first")
+        require_ray()
         return self._actors
 
 

@@ -11,8 +11,9 @@ from dualtrain import UserError
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray")]
 
 HEAD = """
-import json, os, pathlib, time
+import json, os, pathlib, signal, threading, time
 import ray
+from ray.util import placement_group_table
 from tests.integrations import functions
 ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, _temp_dir=os.environ["RAY_FOLDER"])
 def show(value):
@@ -88,12 +89,27 @@ failure(lambda: RayExecutor(settings, num_hosts=2, num_workers_per_host=1).start
 one_host = RayExecutor(settings, num_hosts=1, num_workers_per_host=2)
 one_host.start()
 show(one_host.run(functions.launcher))
-one_host.shutdown()
+def interrupted(call):  # by Ctrl-C after 3 s
+    threading.Timer(3, os.kill, [os.getpid(), signal.SIGINT]).start()
+    try:
+        call()
+    except KeyboardInterrupt:
+        show("interrupted")
+interrupted(lambda: one_host.run(time.sleep, [100]))
+failure(lambda: one_host.run(functions.launcher))
+patient = RayExecutor(RayExecutor.create_settings(placement_group_timeout_s=100), num_workers=3)
+interrupted(patient.start)
+show([group["state"] for group in placement_group_table().values() if group["state"] != "REMOVED"])
+one_host.start()
 ray.shutdown()
+failure(lambda: one_host.run(functions.launcher))
+one_host.shutdown()
+show(ray.is_initialized())
 failure(one_host.start)
 """
     )
-    raised, ended, died, raised_alone, rank_0_runs, crowded, spread, packed, stopped = map(json.loads, lines)
+    raised, ended, died, raised_alone, rank_0_runs, crowded, spread, packed, *rest = map(json.loads, lines)
+    interrupted_run, no_workers, interrupted_start, groups, gone, restarted, stopped = rest
     assert raised[0]  # the error is also a ValueError
     assert "ValueError: no such thing" in raised[2]
     assert "rank 1 of 2" in raised[2]
@@ -104,7 +120,10 @@ failure(one_host.start)
     assert "could not reserve 3 times {'CPU': 1} within 2 s" in crowded[2]
     assert "could not reserve 2 times {'CPU': 1} within 2 s" in spread[2]
     assert packed == ["ray", "ray"]
-    assert "Ray is not initialized: call ray.init()" in stopped[2]
+    assert (interrupted_run, interrupted_start, groups) == ("interrupted", "interrupted", [])
+    assert "RayExecutor has no workers, because run() has failed" in no_workers[2]
+    assert restarted is False  # shutdown() after ray.shutdown() starts no new Ray
+    assert all("Ray is not initialized: call ray.init()" in error[2] for error in (gone, stopped))
 
 
 def test_the_rank_of_a_ray_actor_replaces_the_rank_that_it_inherits(monkeypatch):
