@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import inf
+from numbers import Real
 
 from dualtrain.errors import UserError
 
@@ -70,7 +72,8 @@ def placement(
 
     Raises:
         UserError: both or neither of ``num_workers`` and ``num_hosts`` are given, the number of ranks is not a whole
-            number from 1, or ``gpus_per_worker`` is neither ``None`` nor 0, without ``use_gpu``.
+            number from 1, ``gpus_per_worker`` is neither ``None`` nor 0, without ``use_gpu``, or the CPUs or GPUs of a rank
+            are not finite numbers from 0, or both are 0.
     """
     if (num_workers is None) == (num_hosts is None):
         raise UserError(
@@ -83,4 +86,9 @@ def placement(
     if gpus_per_worker and not use_gpu:
         raise UserError("gpus_per_worker is given without use_gpu=True: add use_gpu=True, or leave gpus_per_worker out")
     gpus = (gpus_per_worker or 1) if use_gpu else 0
+    for name, value in (("cpus_per_worker", cpus_per_worker), ("gpus_per_worker", gpus)):
+        if not isinstance(value, Real) or not 0 <= value < inf:
+            raise UserError(f"RayExecutor({name}={value!r}) is not a finite number from 0: correct it, or leave it out")
+    if not cpus_per_worker and not gpus:
+        raise UserError("RayExecutor(cpus_per_worker=0) reserves nothing for a rank: give a number above 0, such as 0.5")
     return Placement(size, num_hosts, cpus_per_worker, gpus, use_current_placement_group)

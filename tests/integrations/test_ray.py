@@ -154,6 +154,10 @@ def test_horovods_ray_modules_provide_dualtrains_rayexecutor():
         ({"num_workers": 0}, "cannot have 0 ranks"),
         ({"num_workers": 2, "min_workers": 1}, r"RayExecutor\(min_workers=1\) is elastic"),
         ({"num_workers": 2, "gpus_per_worker": 2}, "without use_gpu=True"),
+        ({"num_workers": 2, "cpus_per_worker": -1}, r"cpus_per_worker=-1\) is not a finite number from 0"),
+        ({"num_workers": 2, "cpus_per_worker": "2"}, "is not a finite number from 0"),
+        ({"num_workers": 2, "cpus_per_worker": 0}, "reserves nothing"),
+        ({"num_workers": 2, "use_gpu": True, "gpus_per_worker": -1}, r"gpus_per_worker=-1\) is not"),
     ],
 )
 def test_ray_executor_refuses_bad_arguments(arguments, said):
