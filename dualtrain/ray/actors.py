@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -18,6 +19,8 @@ from dualtrain.launchers import new_job, without_launchers
 from dualtrain.ray.settings import Placement
 from dualtrain.rendezvous.hosts import identity
 from dualtrain.rendezvous.meeting_point import reserve
+
+_POLL_SECONDS = 1.0
 
 
 class Worker:
@@ -139,8 +142,10 @@ def _make_group(placement: Placement, seconds: float) -> PlacementGroup:
     """Make a placement group. Blocks until Ray has reserved it. Raises UserError if this takes longer than ``seconds``."""
     bundles = placement.bundles
     group = placement_group(bundles, strategy="STRICT_SPREAD" if placement.num_hosts else "PACK")
+    deadline, reserved = time.monotonic() + seconds, False
     try:
-        reserved = group.wait(seconds)
+        while not reserved and (left := deadline - time.monotonic()) > 0:
+            reserved = group.wait(min(left, _POLL_SECONDS))  # Ctrl-C has no effect before this call returns
     except BaseException:  # Ctrl-C, for example
         remove_placement_group(group)
         raise

@@ -90,11 +90,12 @@ one_host = RayExecutor(settings, num_hosts=1, num_workers_per_host=2)
 one_host.start()
 show(one_host.run(functions.launcher))
 def interrupted(call):  # by Ctrl-C after 3 s
+    began = time.monotonic()
     threading.Timer(3, os.kill, [os.getpid(), signal.SIGINT]).start()
     try:
         call()
     except KeyboardInterrupt:
-        show("interrupted")
+        show("interrupted" if time.monotonic() - began < 60 else "too late")
 interrupted(lambda: one_host.run(time.sleep, [100]))
 failure(lambda: one_host.run(functions.launcher))
 patient = RayExecutor(RayExecutor.create_settings(placement_group_timeout_s=100), num_workers=3)
