@@ -72,7 +72,8 @@ class SumOrder:
         self.nodes = [node for nodes in self.owned for node in nodes]
         self.additions: list[Addition] = []
         self._add_up(root, {node: number for number, node in enumerate(self.nodes)})
-        self.merges = [_merges(root, indices) for indices in self.ranges]
+        parents = _parents(root)
+        self.merges = [_merges(parents, indices) for indices in self.ranges]
         self.buffers = max(0, *(len(nodes) - 1 for nodes in self.owned))
 
     @property
@@ -124,9 +125,8 @@ def _cover(node: Node, indices: range) -> list[Node]:
     return [part for child in node.children() for part in _cover(child, indices)]
 
 
-def _merges(root: Node, indices: range) -> list[int]:
+def _merges(parents: dict[tuple[Node, Node], Node], indices: range) -> list[int]:
     """Return, for each shard of a rank, how often the rank merges its two newest partial sums after that shard."""
-    parents = _parents(root)
     kept: list[Node] = []
     merges = []
     for shard in indices:
