@@ -123,9 +123,12 @@ def test_shards_are_split_evenly_and_a_rank_sends_few_partial_sums(shards):
 
 
 def sum_with_flushed_subnormals(backend):
-    """Add two normal numbers whose sum is subnormal, after ``torch.set_flush_denormal(True)``; return the sum's bits."""
-    order, tiny = sum_order(2, backend.size), torch.finfo(torch.float32).tiny
-    rows = [torch.full((4,), 1.5 * tiny), torch.full((4,), -tiny)]
+    """Add four shards, of which the first two have a subnormal sum, after ``torch.set_flush_denormal(True)``.
+
+    Return the bits of the sum. One rank adds the first two in ``add_shard``, and a rank of two adds them in ``start``.
+    """
+    order, tiny = sum_order(4, backend.size), torch.finfo(torch.float32).tiny
+    rows = [torch.full((4,), 1.5 * tiny), torch.full((4,), -tiny), torch.zeros(4), torch.zeros(4)]
     wire = torch.zeros(4)
     partial = ShardSums(backend, wire, order, halves)
     torch.set_flush_denormal(True)
