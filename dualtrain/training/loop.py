@@ -134,7 +134,7 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
             finally:
                 lock.release(run.writer.thread)
     except BaseException:
-        with suppress(UserError):  # an error of the source's close() must not replace the error that ended the run
+        with suppress(Exception):  # an error of the source's close() must not replace the error that ended the run
             task.close()
         raise
     task.close()

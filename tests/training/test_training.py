@@ -20,7 +20,7 @@ from dualtrain.compare import table
 from dualtrain.config import parse
 from dualtrain.data.memory import TensorSource
 from dualtrain.data.sources import Task
-from dualtrain.errors import DivergedError, UserError
+from dualtrain.errors import BackendError, DivergedError, UserError
 from dualtrain.on_ranks import on_all_ranks, on_rank_zero
 from dualtrain.run_folder import checkpoint
 from dualtrain.run_folder.folder_lock import FolderLock
@@ -336,8 +336,16 @@ def nan_in_a_tensor():
 class Unclosable(TensorSource):
     """A source whose ``close`` raises an error."""
 
+    error: Exception = ValueError("the pool is gone")
+
     def close(self):
-        raise ValueError("the pool is gone")
+        raise self.error
+
+
+class Disconnected(Unclosable):
+    """A source whose ``close`` raises the error of a collective call."""
+
+    error = BackendError("rank 1 failed")
 
 
 def unclosable():
@@ -347,6 +355,11 @@ def unclosable():
 def nan_and_unclosable():
     task = nan_in_a_tensor()
     return Task(Unclosable(task.train._inputs, task.train._targets), task.val, (3,), 2)
+
+
+def nan_and_disconnected():
+    task = nan_in_a_tensor()
+    return Task(Disconnected(task.train._inputs, task.train._targets), task.val, (3,), 2)
 
 
 def infinite_in_validation():
@@ -387,6 +400,7 @@ def test_steps_without_a_counted_target_advance_the_schedule(tmp_path):
             "validation sample 6 has inputs that are infinite or not a number: correct",
         ),
         ("nan_and_unclosable", DivergedError, "training sample 5 has inputs that are infinite or not a number: correct"),
+        ("nan_and_disconnected", DivergedError, "training sample 5 has inputs that are infinite or not a number: correct"),
         ("unclosable", UserError, r"the source of the validation data \(its close\) failed: ValueError: the pool is gone"),
         ("longs_in_training", UserError, r"a sample of shape \(3,\) raises RuntimeError: .* but got Long and Float"),
         ("wide_in_training", UserError, r"a sample of shape \(4,\) raises RuntimeError: .*cannot be multiplied"),
