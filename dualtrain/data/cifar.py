@@ -71,5 +71,5 @@ def _download(folder: str) -> None:
     try:
         utils.download_and_extract_archive(URL, folder, md5=MD5)
     except Exception as error:  # besides OSError, those of http.client and others
-        reason = str(getattr(error, "reason", error)).strip().partition("\n")[0]
+        reason = str(getattr(error, "reason", error)).strip().partition("\n")[0] or type(error).__name__
         raise UserError(f"cifar10 could not be downloaded ({reason}): unpack {URL} into {folder} on every host") from error

@@ -211,7 +211,7 @@ def fetch(name: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.hub.download_url_to_file(url, str(path), hash_prefix=digest, progress=False)
     except Exception as error:  # besides OSError, those of http.client and others
-        reason = str(getattr(error, "reason", error)).strip().partition("\n")[0]
+        reason = str(getattr(error, "reason", error)).strip().partition("\n")[0] or type(error).__name__
         raise UserError(
             f"the weights of {name} could not be downloaded ({reason}): put {url} into {path.parent} of every host"
         ) from error

@@ -268,14 +268,17 @@ def test_a_frozen_backbone_keeps_the_statistics_of_other_classes_of_batchnorm(no
         assert all(torch.equal(tensor, before[name]) for name, tensor in trained[1].state_dict().items())
 
 
-@pytest.mark.parametrize("error", [URLError("no network"), BadStatusLine("no network\r\n")])
-def test_without_a_network_the_message_says_where_the_weights_go(error, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(URLError("no network"), "no network"), (BadStatusLine("no network\r\n"), "no network"), (EOFError(), "EOFError")],
+)
+def test_without_a_network_the_message_says_where_the_weights_go(error, reason, tmp_path, monkeypatch):
     def refuse(*args, **kwargs):
         raise error
 
     monkeypatch.setattr(torch.hub, "get_dir", lambda: str(tmp_path))
     monkeypatch.setattr(torch.hub, "download_url_to_file", refuse)
-    with pytest.raises(UserError, match=r"no network\): put https://.*/resnet50-11ad3fa6\.pth into .*/checkpoints"):
+    with pytest.raises(UserError, match=rf"\({reason}\): put https://.*/resnet50-11ad3fa6\.pth into .*/checkpoints"):
         fetch("resnet50")
 
 
