@@ -618,6 +618,9 @@ CASES = [
             ("_ in range(args.epochs)", "_ in range(args.steps_per_epoch)"),
             ("i in tqdm(range(1, NUM_EPOCHS + 1))", "i in tqdm(range(1, args.epochs * steps))"),
             ("i, epoch in enumerate(range(start, 9))", "i, e in enumerate(tqdm(batches))"),
+            ("[i, epoch] in enumerate(range(9))", "epoch in enumerate(range(9))"),
+            ("_, e in enumerate(range(9), 1)", "i, e in enumerate(iterable=range(9))"),
+            ("e in range(9)", "() in enumerate(range(0))"),
         )
     ),
     (

@@ -260,7 +260,9 @@ def _epoch_variable(loop: ast.For) -> str:
     counts, target = loop.iter, loop.target
     ranges = [call for call in calls_in(counts) if last_name(call.func) in _RANGES and call.args]
     if isinstance(counts, ast.Call) and last_name(counts.func) == "enumerate" and ranges:
-        counts, target = counts.args[0], target.elts[-1] if isinstance(target, ast.Tuple) else target
+        if not counts.args or not isinstance(target, ast.List | ast.Tuple) or len(target.elts) != 2:
+            return ""
+        counts, target = counts.args[0], target.elts[1]
     if not isinstance(counts, ast.Call) or last_name(counts.func) not in _COUNTS or not isinstance(target, ast.Name):
         return ""
     ends = [part for call in ranges for part in _summands(call.args[min(len(call.args) - 1, 1)])]
