@@ -1013,6 +1013,11 @@ CASES = [
         "f = 'cuda:0'\nif hvd.size() > 1:\n    f = n\nx.to(f)",
     ),
     (
+        "same_gpu",  # None, and devices other than GPUs, are not a different GPU
+        WRAP + "hvd.init()\nd = None\nd = torch.device('cuda:0' if cuda else 'mps')  # HERE\nx.to(d)",
+        WRAP + "hvd.init()\nd = None\nd = torch.device('cuda:0' if cuda else 'cuda:1')\nx.to(d)",
+    ),
+    (
         "same_gpu",
         WRAP + "hvd.init()\nd = 'cuda:0'\nx.to(d)  # HERE",
         WRAP + "hvd.init()\nd = 'cuda:0'\nif hvd.size() > 1:\n    d = 'cuda:%d' % hvd.rank()\nx.to(d)",

@@ -101,7 +101,7 @@ def _may_be_other_gpu(source: Source, variable: ast.expr, value: ast.expr | None
     if isinstance(value, ast.Call) and source.name(value.func) == "torch.device":
         return len(value.args) > 1 or any(_may_be_other_gpu(source, variable, one) for one in given_values(value))
     if isinstance(value, ast.Constant):
-        return value.value not in ("cuda", "cuda:0", "cpu")
+        return re.fullmatch(r"(cuda:)?0*[1-9]\d*", str(value.value)) is not None
     return ast.unparse(value) != ast.unparse(variable)
 
 
