@@ -1545,6 +1545,19 @@ CASES = [
         )
         for call in ("timeit(model, num_warmup_batches=10)", "num_warmup_batches = int(os.environ['N'])")
     ),
+    *(
+        (
+            "rate_times_size",  # no finding for a warm-up of the rate, also if its name is that of a measurement
+            "o = torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE\ntimeit(o, optimizer, num_warmup_batches=5)",
+            f"o = optimizer = torch.optim.SGD(p, lr=0.1 * hvd.size())\n{warm_up}",
+        )
+        for warm_up in (
+            "WarmupLR(o, num_warmup_batches=5)",
+            "get_schedule(o, num_warmup_batches=5)",
+            "prepare(optimizer, num_warmup_batches=5)",
+            "num_warmup_batches = int(5 * len(x))\nif i < num_warmup_batches:\n    g['lr'] = i / num_warmup_batches",
+        )
+    ),
     (
         "rate_times_size",
         "timeit.timeit(step, number=args.num_warmup_batches)\no = torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE",

@@ -133,12 +133,24 @@ _WARM_UP = re.compile(r"warm_?up|(^|_)wu(_|$)|gradual", re.IGNORECASE)
 
 def _is_of_measurement(source: Source, node: ast.AST) -> bool:
     """Return whether the warm-up belongs to a time measurement: its iterations run before the timer starts."""
-    return re.search(r"bench|timeit|num_warmup_(batches|iters)", ast.unparse(source.statement(node))) is not None
+    text = ast.unparse(source.statement(node))
+    return re.search(r"bench|timeit|num_warmup_(batches|iters)", text) is not None and not re.search(
+        r"\blr\b|learning_?rate", text
+    )
 
 
 def _is_timed(call: ast.Call, name: str | None) -> bool:
-    """Return whether ``call`` measures time, or ``name`` (its keyword, or the variable of its result) says that it does."""
-    return re.search(r"bench|timeit|num_warmup_batches", f"{ast.unparse(call.func)} {name}") is not None
+    """Return whether ``call`` measures time, or ``name`` (its keyword, or the variable of its result) says that it does.
+
+    A name does not count if ``call`` makes a schedule: by the name of its function, or because it gets an optimizer.
+    """
+    called, given = ast.unparse(call.func), " ".join(map(last_name, given_values(call)))
+    if _WARM_UP.search(last_name(call.func)):
+        return False
+    if re.search("bench|timeit", called):
+        return True
+    makes_schedule = re.search("sched|optim|lr", f"{called} {given}", re.IGNORECASE)
+    return not makes_schedule and re.search("bench|timeit|num_warmup_batches", name or "") is not None
 
 
 def _message(source: Source, value: ast.expr) -> str:
