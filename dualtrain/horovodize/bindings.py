@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from dualtrain.horovodize.names import HOMES
-from dualtrain.horovodize.nodes import given_values, is_stored, last_name, loaded_module
+from dualtrain.horovodize.nodes import arms, given_values, is_stored, last_name, loaded_module
 
 _FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 _SCOPE = ast.Module | _FUNCTION
@@ -95,14 +95,19 @@ class Bindings:
         return self._has_stub or any(len({full.startswith(HOMES) for _, full in imports}) > 1 for imports in same_name)
 
     def _is_stub(self, node: ast.AST) -> bool:
-        """Return whether ``node`` gives the name of a module in ``HOMES`` to a class, or to the result of a call."""
+        """Return whether ``node`` may give the name of a module in ``HOMES`` to a class or another object."""
         if isinstance(node, ast.ClassDef):
             return self.imported.get(node.name) in HOMES
-        if not isinstance(node, ast.Assign) or not isinstance(node.value, ast.Call) or loaded_module(node.value):
+        if not isinstance(node, ast.Assign):
             return False
-        if self._module_from(node.value):
-            return False
-        return any(isinstance(target, ast.Name) and self.imported.get(target.id) in HOMES for target in node.targets)
+        names = [one for one in node.targets if isinstance(one, ast.Name) and self.imported.get(one.id) in HOMES]
+        others = [
+            value
+            for value in arms(node.value)
+            if not isinstance(value, ast.Constant) and not loaded_module(value) and not self._module_of(value)
+        ]
+        called = isinstance(node.value, ast.Call)
+        return bool(others) and any(called or self._is_fallback(name) for name in names)
 
     def _nearest(self, imports: list[tuple[ast.AST, str]], scope: ast.AST, node: ast.AST) -> str:
         """Return the full name that counts at ``node`` if all ``imports`` bind the same name in ``scope``."""
@@ -124,11 +129,16 @@ class Bindings:
         """Yield (name, full name) for each name to which ``node`` assigns an imported module in ``HOMES``."""
         if not isinstance(node, ast.Assign):
             return
-        values = [node.value.body, node.value.orelse] if isinstance(node.value, ast.IfExp) else [node.value]
-        paths = [ast.unparse(value).split(".") for value in values if isinstance(value, ast.Name | ast.Attribute)]
-        found = {".".join([self.imported.get(first, ""), *rest]) for first, *rest in paths} & set(HOMES)
-        found |= {full for value in values if (full := self._module_from(value))}
+        found = {full for value in arms(node.value) if (full := self._module_of(value))}
         yield from ((target.id, full) for target in node.targets if isinstance(target, ast.Name) for full in found)
+
+    def _module_of(self, value: ast.expr) -> str:
+        """Return the full name of the module in ``HOMES`` that ``value`` names or returns, or an empty string."""
+        if not isinstance(value, ast.Name | ast.Attribute):
+            return self._module_from(value)
+        first, *rest = ast.unparse(value).split(".")
+        full = ".".join([self.imported.get(first, ""), *rest])
+        return full if full in HOMES else ""
 
     def _module_from(self, value: ast.expr) -> str:
         """Return the full name of the module in ``HOMES`` that the call ``value`` returns, or an empty string."""

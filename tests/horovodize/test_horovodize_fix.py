@@ -275,8 +275,13 @@ def test_repairs_outside_of_the_training_step(before, after):
         f"{HEAD}def wrap(optimizer):\n    if args.many:\n        {WRAP}    return optimizer\n",
         *(
             f"try:\n    import dualtrain.hvd as hvd\nexcept ImportError:\n    {stub}\nhvd.init()\n{WRAP}"
-            for stub in ("import stub as hvd", "class hvd: ...", "hvd = Stub()")
+            for stub in ("import stub as hvd", "class hvd: ...", "hvd = Stub()", "hvd = stub")
         ),
+        *(
+            f"import dualtrain.hvd as h\n{assignment}\nhvd.init()\n{WRAP}"
+            for assignment in ("hvd = h if many else Stub()", "hvd = h if many else stub", "hvd = stub if one else h")
+        ),
+        f"import dualtrain.hvd as h\nif many:\n    hvd = h\nelse:\n    hvd = stub\nhvd.init()\n{WRAP}",
     ],
 )
 def test_a_step_is_not_repaired_if_its_optimizer_may_lack_synchronize(start):
