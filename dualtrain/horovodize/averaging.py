@@ -23,6 +23,8 @@ _HOOKS = re.compile(r"register_(post_accumulate_grad_)?hook\b|grad_hook|comm_hoo
 _WRAPPERS = re.compile(r"\.(DistributedDataParallel|FullyShardedDataParallel|fully_shard|replicate)$")
 #: Calls that use parameters without averaging them.
 _USES_ONLY = re.compile(r"^torch\.(optim\.|save$|nn\.utils\.clip_)")
+#: Libraries whose functions, except collectives, do not average a script's gradients.
+LIBRARIES = ("dualtrain.", "horovod.", "torch.")
 
 
 def may_average(source: Source) -> bool:
@@ -79,6 +81,19 @@ def averaging_functions(source: Source) -> set[str]:
         if more <= found:
             return found
         found |= more
+
+
+def synchronizing_functions(file: Source) -> set[str]:
+    """Return the names of the functions and methods of one file that, judging by the names they call, average gradients.
+
+    Functions that call such functions count too.
+    """
+    calls = (call for call in file.calls if averages_in_step(last_name(call.func)))
+    scopes = {file.scope(call) for call in calls if not file.name(call.func).startswith(LIBRARIES)}
+    found = {scope.name for scope in scopes if not isinstance(scope, ast.Module)}
+    while more := {name for name, names in file.called_names if names & found} - found:
+        found |= more
+    return found
 
 
 def _only_uses(source: Source, node: ast.AST) -> bool:

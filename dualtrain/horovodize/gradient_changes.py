@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from dualtrain.horovodize.averaging import averages_in_step, is_collective
+from dualtrain.horovodize.averaging import averages_in_step, is_collective, synchronizing_functions
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.nodes import calls_in, keyword, last_name, variables_in
 from dualtrain.horovodize.source import Source
@@ -94,8 +94,11 @@ def changing_functions(source: Source) -> set[str]:
 
 def _changing_functions_of(file: Source) -> set[str]:
     found = set[str]()
-    for name, function in file.functions.items() if ".grad" in file.code or "clip_grad_" in file.code else ():
-        certain = name not in CLIPS and not file.is_ambiguous(name) and not _may_average(function)
+    if ".grad" not in file.code and "clip_grad_" not in file.code:
+        return found
+    averaging = file.once(synchronizing_functions)
+    for name, function in file.functions.items():
+        certain = name not in (*CLIPS, *averaging) and not file.is_ambiguous(name) and not _may_average(function)
         changes = (node for node in ast.walk(function) if _clips(node) or is_change(file, node)) if certain else ()
         if not all(map(Guards.of(file).is_without_horovod, changes)):
             found.add(name)

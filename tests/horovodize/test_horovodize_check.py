@@ -37,6 +37,7 @@ DICTS = (
     "loaders = {x: torch.utils.data.DataLoader(d[x], sampler=s[x]) for x in parts}\n"
 )
 LOAD = "    return torch.utils.data.DataLoader(d, sampler=s)\nfor n in range(args.epochs):\n    for x in load(n): pass"
+LIMIT = "def limit(p):\n    torch.nn.utils.clip_grad_norm_(p, 1)\n"
 SAVES = "hvd.init()\ndef save(on):\n    if not on:\n        return\n    torch.save(model, 'x')\n"
 #: (rule, script with one finding of the rule in the line marked HERE, script without a finding of the rule). A comment
 #: names the subject of the scripts, or gives the reason for a finding or for none.
@@ -1439,6 +1440,12 @@ CASES = [
             "limit(p)\noptimizer.step()",
         )
         for other in ("optimizer.synchronize()\n    ", "if hvd.size() == 1: ")
+    ),
+    (
+        "clip_before_synchronize",  # no finding for a function that synchronizes by another function, and then clips
+        f"{WRAP}{LIMIT}loss.backward()\nlimit(p)  # HERE\noptimizer.step()",
+        f"{WRAP}def finish():\n    optimizer.synchronize()\n{LIMIT.replace('torch', 'finish(); torch')}loss.backward()\n"
+        "limit(p)\nwith optimizer.skip_synchronize():\n    optimizer.step()",
     ),
     (
         "clip_before_synchronize",  # no finding after a call of a function that calls synchronize()

@@ -6,7 +6,14 @@ import ast
 import re
 from collections.abc import Iterator
 
-from dualtrain.horovodize.averaging import averages_in_step, averaging_functions, has_gradient_hooks, is_collective
+from dualtrain.horovodize.averaging import (
+    LIBRARIES,
+    averages_in_step,
+    averaging_functions,
+    has_gradient_hooks,
+    is_collective,
+    synchronizing_functions,
+)
 from dualtrain.horovodize.events import STEP_KINDS, Event, events_by_scope, has, since_backward, skips, until_backward
 from dualtrain.horovodize.nodes import argument_at, calls_in, given_values, keyword, last_name
 from dualtrain.horovodize.rules.losses import models_of_optimizer
@@ -113,20 +120,13 @@ def _may_be_synchronized(source: Source, events: list[Event], number: int) -> bo
     no backward pass precedes the event in its function, and the program calls ``synchronize`` anywhere.
     """
     passes, between = _since_last_pass(source, events, number)
-    named = {last_name(call.func) for call in between if not source.name(call.func).startswith(_LIBRARIES)}
+    named = {last_name(call.func) for call in between if not source.name(call.func).startswith(LIBRARIES)}
     if any(averages_in_step(name) and not name.endswith("synchronize") for name in named):
         return True
-    if any(not named.isdisjoint(file.once(_synchronizing_functions_of)) for file in source.files):
+    if any(not named.isdisjoint(file.once(synchronizing_functions)) for file in source.files):
         return True
     calls = (call for file in source.files for call in file.calls if not file.name(call.func))
     return not passes and any(last_name(call.func) == "synchronize" for call in calls)
-
-
-def _synchronizing_functions_of(file: Source) -> set[str]:
-    """Return the names of the functions and methods of one file that, judging by the names they call, average gradients."""
-    calls = (call for call in file.calls if averages_in_step(last_name(call.func)))
-    scopes = {file.scope(call) for call in calls if not file.name(call.func).startswith(_LIBRARIES)}
-    return {scope.name for scope in scopes if not isinstance(scope, ast.Module)}
 
 
 #: Words in conditions that are true if there are several processes.
@@ -177,14 +177,10 @@ def _may_be_averaged(source: Source, events: list[Event], number: int) -> bool:
         inherited = method and name not in source.functions and ast.unparse(call.func) not in source.values
         values = (one for one in given_values(call) if isinstance(one, ast.Attribute | ast.Call | ast.Name))
         given = " ".join(map(ast.unparse, values))
-        unknown = full and not full.startswith(_LIBRARIES) and re.search(r"param|model|net|grad", given, re.IGNORECASE)
+        unknown = full and not full.startswith(LIBRARIES) and re.search(r"param|model|net|grad", given, re.IGNORECASE)
         if is_collective(name) or name in averaging or inherited or unknown:
             return True
     return False
-
-
-#: Libraries whose functions, except collectives, do not average a script's gradients.
-_LIBRARIES = ("dualtrain.", "horovod.", "torch.")
 
 
 def _is_of_another_optimizer(source: Source, event: Event) -> bool:
