@@ -625,6 +625,13 @@ CASES = [
         )
     ),
     (
+        "same_order_every_epoch",  # no finding if the loop does not train
+        "s = torch.utils.data.DistributedSampler(d, 2, 0)  # HERE\nl = torch.utils.data.DataLoader(d, sampler=s)\n"
+        "for i in range(EPOCHS):\n    for x in l: pass",
+        "s = torch.utils.data.DistributedSampler(d, 2, 0)\nl = torch.utils.data.DataLoader(d, sampler=s)\n"
+        "for x in l: pass\nfor i in range(EPOCHS):\n    print(losses[i])",
+    ),
+    (
         "sampler_by_local_rank",
         "s = torch.utils.data.DistributedSampler(d, hvd.size(), rank=hvd.local_rank())  # HERE",
         "s = torch.utils.data.DistributedSampler(d, hvd.size(), rank=hvd.rank())\n"

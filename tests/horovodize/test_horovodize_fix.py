@@ -144,6 +144,12 @@ REPAIRS = [
         )
         for loop, epoch in (("i, e in enumerate(range(2, 9))", "e"), ("_ in range(args.epochs)", "_"))
     ),
+    (  # a loop that does not train is not over epochs
+        "s = torch.utils.data.DistributedSampler(d, 2, r)\nfor e in range(EPOCHS):\n    go()\n"
+        "for i in range(EPOCHS): print(i)\n",
+        "s = torch.utils.data.DistributedSampler(d, 2, r)\nfor e in range(EPOCHS):\n    s.set_epoch(e)\n    go()\n"
+        "for i in range(EPOCHS): print(i)\n",
+    ),
     ("s = torch.utils.data.DistributedSampler(d, 2, r)\nfor e in range(3): go()\ns = None\n", None),
     (  # not repaired: ``for e`` is not the loop over epochs, since the ``while`` loop reads the samples
         "s = torch.utils.data.DistributedSampler(d, 2, r)\nl = torch.utils.data.DataLoader(d, sampler=s)\n"

@@ -247,8 +247,10 @@ _EPOCHS = re.compile(r"^(train(ing)?_?)?epochs$|^(n|nb|num|number_of|max|total)_
 
 
 def _epoch_loops(source: Source) -> list[ast.For]:
-    loops = [node for node in source.nodes if isinstance(node, ast.For) and _epoch_variable(node)]
-    return [loop for loop in loops if not _runs_once(source, loop)]
+    """Return the loops that look like loops over epochs. If only its range looks so, a loop must also train."""
+    names = {node: _epoch_variable(node) for node in source.nodes if isinstance(node, ast.For)}
+    loops = [loop for loop, name in names.items() if name and not _runs_once(source, loop)]
+    return [loop for loop in loops if _EPOCH.search(names[loop]) or _may_train(source, loop, set())]
 
 
 def _epoch_variable(loop: ast.For) -> str:
