@@ -392,6 +392,27 @@ def test_a_file_that_another_file_of_the_program_loads_is_saved_by_every_rank(tm
         ("model, other = Net(), torch.nn.Linear(1, 1)", "hvd.broadcast_parameters(model.state_dict(), 0)", False),
         ("model = Net()\nprojection = torch.randn(3, 2)", "hvd.broadcast_parameters(model.state_dict(), 0)", False),
         ("model = Net()\nnoise = torch.empty(3).normal_()", "hvd.broadcast_parameters(model.state_dict(), 0)", False),
+        ("model = Net()\nw = torch.empty(3)\nw.normal_()", "hvd.broadcast_parameters(model.state_dict(), 0)", False),
+        (
+            "model = Net()\nw = torch.zeros(3)\ntorch.nn.init.normal_(w)",
+            "hvd.broadcast_parameters(model.state_dict(), 0)",
+            False,
+        ),
+        (
+            "model = Net()\nw = torch.nn.init.orthogonal_(torch.zeros(3, 3))",
+            "hvd.broadcast_parameters(model.state_dict(), 0)",
+            False,
+        ),
+        (
+            "model = Net()\nfor i in n:\n    w.append(torch.rand(1))",
+            "hvd.broadcast_parameters(model.state_dict(), 0)",
+            False,
+        ),
+        (
+            "model = Net()\nw = model.w\nw.normal_()\ntorch.nn.init.normal_(w)",
+            "hvd.broadcast_parameters(model.state_dict(), 0)",
+            True,
+        ),
         ("model = Net()\nfor x in d:\n    y = torch.rand(1)", "hvd.broadcast_parameters(model.state_dict(), 0)", True),
         ("import numpy\nmodel = Net()\ny = numpy.random.rand(1)", "hvd.broadcast_parameters(model.state_dict(), 0)", True),
         ("from a import L\nmodel = Net()\nloss = L(3).cuda()", "hvd.broadcast_parameters(model.state_dict(), 0)", False),

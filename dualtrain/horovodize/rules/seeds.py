@@ -165,7 +165,7 @@ def _drawn_for_samples(source: Source) -> set[str]:
 
 #: Functions of each library that draw random numbers, and methods of tensors that do.
 _DRAWS = {
-    "torch": re.compile(r"torch\.(rand|normal|bernoulli|multinomial|poisson)"),
+    "torch": re.compile(r"torch\.(rand|normal|bernoulli|multinomial|poisson)|torch\.nn\.init\.(?!constant|eye|ones|zeros)"),
     "numpy": re.compile(r"numpy\.random\.(?!seed)"),
     "random": re.compile(r"random\.(?!seed)"),
 }
@@ -175,17 +175,43 @@ _OF_BATCHES = ("__call__", "__getitem__", "forward")
 
 
 def _keeps_random_values(source: Source, library: str) -> bool:
-    """Return whether the script assigns random numbers, other than a model's parameters, to a variable outside of loops."""
+    """Return whether the script keeps random numbers, other than a model's parameters, that it draws outside of loops.
+
+    It may assign them to a variable, draw them into a new tensor, or append them to a list; the latter in loops too.
+    """
     for _, value, at in source.assignments:
-        calls = list(calls_in(value))
-        by_method = library == "torch" and any(last_name(call.func) in _DRAWING_METHODS for call in calls)
-        if not (by_method or any(_DRAWS[library].match(source.name(call.func)) for call in calls)):
-            continue
-        repeated = any(isinstance(above, ast.For | ast.While) for above in source.above(at))
-        repeated = repeated or getattr(source.scope(at), "name", "") in _OF_BATCHES
-        if not repeated and "Parameter(" not in ast.unparse(value):
+        if _draws(source, library, value) and not _is_repeated(source, at) and "Parameter(" not in ast.unparse(value):
             return True
+    for node in source.nodes:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            call = node.value
+            if last_name(call.func) == "append" and any(_draws(source, library, value) for value in call.args):
+                return True
+            filled = call.func.value if isinstance(call.func, ast.Attribute) else None
+            if source.name(call.func).startswith("torch.nn.init."):
+                filled = first_argument(call, "tensor")
+            made = source.values.get(ast.unparse(filled), []) if isinstance(filled, ast.Name) else []
+            new = any(_NEW.match(source.name(one.func)) for one in made if isinstance(one, ast.Call))
+            if new and _draws(source, library, call) and not _is_repeated(source, call):
+                return True
     return False
+
+
+#: Functions that make a tensor.
+_NEW = re.compile(r"torch\.(empty|ones|zeros|\w*Tensor)\b")
+
+
+def _draws(source: Source, library: str, value: ast.expr) -> bool:
+    """Return whether ``value`` calls a function or method that draws random numbers of ``library``."""
+    calls = list(calls_in(value))
+    by_method = library == "torch" and any(last_name(call.func) in _DRAWING_METHODS for call in calls)
+    return by_method or any(_DRAWS[library].match(source.name(call.func)) for call in calls)
+
+
+def _is_repeated(source: Source, node: ast.AST) -> bool:
+    """Return whether ``node`` runs for each batch or sample, as far as its file shows."""
+    in_loop = any(isinstance(above, ast.For | ast.While) for above in source.above(node))
+    return in_loop or getattr(source.scope(node), "name", "") in _OF_BATCHES
 
 
 #: Functions whose results differ between processes.
