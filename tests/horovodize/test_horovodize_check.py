@@ -407,6 +407,11 @@ CASES = [
         "model.load_state_dict(state)\n" + WRAP + "optimizer.load_state_dict(state)",
     ),
     (
+        "checkpoint_before_wrapping",  # no finding if the script wraps the optimizer only in the other branch
+        f"if x:\n    optimizer.load_state_dict(state)  # HERE\n{WRAP}",
+        f"if x:\n    optimizer.load_state_dict(state)\nelse:\n    {WRAP}",
+    ),
+    (
         "checkpoint_before_wrapping",  # in a function
         "def load(model, o):\n    model.load_state_dict(a)\n    o.load_state_dict(b)\n"
         f"load(model, o=optimizer)  # HERE\n{WRAP}",

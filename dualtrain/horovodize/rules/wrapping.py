@@ -42,7 +42,8 @@ def checkpoint_before_wrapping(source: Source) -> Iterator[Finding]:
         for load in _methods(source, "load_state_dict"):
             for call, optimizer in ((load, _owner(load)), *_calls_with_optimizer(source, load)):
                 same = inner and last_name(optimizer) == inner and source.scope(call) is source.scope(wrap)
-                if same and call.lineno < wrap.lineno and not _has_no_state(source, inner):
+                before = call.lineno < wrap.lineno and not source.exclusive(call, wrap)
+                if same and before and not _has_no_state(source, inner):
                     found.setdefault(call.lineno, []).extend([call, load])
         for line, calls in found.items():
             cure = "nothing to do" if all(_is_loaded_by_all(source, call) for call in calls) else _BROADCAST_STATE
