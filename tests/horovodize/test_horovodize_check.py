@@ -563,12 +563,15 @@ CASES = [
         (
             "every_rank_reads_all",  # no finding if each rank takes its own batches
             WRAP + "d = torchvision.datasets.MNIST(x)\nl = torch.utils.data.DataLoader(d, shuffle=True)  # HERE\n"
-            "for i, x in enumerate(l):\n    print('%d ranks' % hvd.size(), i % 3 == hvd.rank())",
+            "for i, x in enumerate(l):\n    print('%d ranks' % hvd.size(), i % 3 == hvd.rank(), "
+            "(hvd.rank() + 1) % hvd.size() == 0)",
             WRAP + f"d = torchvision.datasets.MNIST(x)\nl = torch.utils.data.DataLoader(d, shuffle=True)\n{loop}",
         )
         for loop in (
             "for i, x in enumerate(l):\n    if i % hvd.size() != hvd.rank():\n        continue\n    model(x)",
             "rank, size = hvd.rank(), hvd.size()\nfor i, x in enumerate(l):\n    if rank == i % size:\n        model(x)",
+            "for i, x in enumerate(l):\n    if (i - hvd.rank()) % hvd.size(): continue\n    model(x)",
+            "for i, x in enumerate(l):\n    if (hvd.rank() + i) % hvd.size() == 0: model(x)",
             "for x in itertools.islice(l, hvd.rank(), None, hvd.size()):\n    model(x)",
         )
     ),

@@ -131,15 +131,22 @@ def _with_sampler(source: Source, call: ast.Call, data: ast.expr) -> list[Edit]:
 
 
 def _skips_by_rank(source: Source) -> bool:
-    """Return whether each rank takes its own batches: ``if i % size != rank: continue``, or islice() with the rank."""
+    """Return whether each rank takes its own batches.
+
+    Examples: ``if i % size != rank: continue``, ``if (i - rank) % size: continue``, or islice() with the rank.
+    """
     kinds = Guards.of(source).kinds
     for node in source.nodes:
-        if isinstance(node, ast.Compare):
-            sides = [node.left, *node.comparators]
-            rests = (side for side in sides if isinstance(side, ast.BinOp) and isinstance(side.op, ast.Mod))
-            if any(map(kinds.rank, sides)) and any(kinds.is_size(rest.right) for rest in rests):
-                return True
-        elif isinstance(node, ast.Call) and last_name(node.func) == "islice" and any(map(kinds.rank, node.args)):
+        if isinstance(node, ast.Call) and last_name(node.func) == "islice" and any(map(kinds.rank, node.args)):
+            return True
+        if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and kinds.is_size(node.right)):
+            continue
+        above = source.parents[node]
+        if isinstance(above, ast.Compare) and any(map(kinds.rank, (above.left, *above.comparators))):
+            return True
+        parts = [node.left.left, node.left.right] if isinstance(node.left, ast.BinOp) else []
+        tested = isinstance(above, ast.Compare | ast.If | ast.UnaryOp)
+        if tested and any(map(kinds.rank, parts)) and not any(isinstance(part, ast.Constant) for part in parts):
             return True
     return False
 
