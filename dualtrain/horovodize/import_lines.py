@@ -13,7 +13,7 @@ from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.imports import ENGINES, home
 from dualtrain.horovodize.nodes import last_name, loaded_module
 from dualtrain.horovodize.order import starts_ranks
-from dualtrain.horovodize.rules.environment import is_guarded
+from dualtrain.horovodize.rules.environment import IMPORT_ERRORS, is_guarded
 from dualtrain.horovodize.source import Finding, Source
 
 #: Statements that import modules, and calls of importlib.import_module.
@@ -38,7 +38,7 @@ def import_edits(source: Source, initialized: bool) -> tuple[list[Finding], list
     lines = [
         node
         for node in imports
-        if _is_of_torch(node) or not is_guarded(source, node) or not tried.isdisjoint(source.around(node, ast.Try))
+        if _is_of_torch(node) or not is_guarded(source, node) or source.catching_try(node, IMPORT_ERRORS) in tried
     ]
     changes = [(node, list(_edits(source, node))) for node in lines]
     stays = next((node for node, edits in changes if not edits), None)

@@ -435,7 +435,11 @@ class Source:
         return next(block for block in blocks if isinstance(block, list) and statement in block)
 
     def is_caught(self, node: ast.AST, errors: str) -> bool:
-        """Return whether ``node`` is in the body of a ``try`` that catches an exception whose name matches ``errors``.
+        """Return whether there is a ``try`` around ``node`` for :meth:`catching_try`."""
+        return self.catching_try(node, errors) is not None
+
+    def catching_try(self, node: ast.AST, errors: str) -> ast.Try | None:
+        """Return the innermost ``try`` with ``node`` in its body that catches an exception whose name matches ``errors``.
 
         A bare ``except:`` is matched as if it were ``except Exception:``.
         """
@@ -444,9 +448,9 @@ class Source:
             if isinstance(above, ast.Try) and below in above.body:
                 caught = (ast.unparse(handler.type) if handler.type else "Exception" for handler in above.handlers)
                 if re.search(errors, " ".join(caught)):
-                    return True
+                    return above
             below = above
-        return False
+        return None
 
     def exclusive(self, one: ast.AST, other: ast.AST) -> bool:
         """Return whether the nodes are in branches that exclude each other.

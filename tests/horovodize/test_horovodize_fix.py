@@ -297,6 +297,7 @@ def test_a_step_is_not_repaired_if_its_optimizer_may_lack_synchronize(start):
     assert any("clipped" in finding.message for finding in result.left)
 
 
+GUARDED = "try:\n        import horovod.keras\n    except ImportError:\n        pass\n"
 #: (imports, imports after --fix). If --fix changes nothing, the second item is None if a finding says why,
 #: and "" if Horovod is not imported.
 IMPORTS = [
@@ -305,6 +306,14 @@ IMPORTS = [
         "try:\n    import dualtrain.hvd as hvd\n    from dualtrain.hvd.util import gpu_available\nexcept: pass",
     ),
     ("try:\n    import horovod.torch as hvd\n    import horovod.tensorflow as tf\nexcept ImportError:\n    pass", None),
+    *(
+        (f"try:\n    {torch}{other}{end}", f"try:\n    {torch.replace('horovod.torch', 'dualtrain.hvd')}{other}{end}")
+        for torch, other, end in (
+            ("import horovod.torch as hvd\n    ", GUARDED, "finally:\n    pass"),
+            ("import horovod.torch as hvd\n    ", GUARDED, "except ImportError:\n    pass"),
+            ("import horovod.torch as hvd\n", "except ImportError:\n    raise\nelse:\n    ", GUARDED),
+        )
+    ),
     ("import os, horovod.torch as hvd  # é", "import os, dualtrain.hvd as hvd  # é"),
     ("from horovod.torch import (allreduce,\n  rank as r)", "from dualtrain.hvd import (allreduce,\n  rank as r)"),
     ("from horovod import torch as hvd", "from dualtrain import hvd as hvd"),

@@ -45,9 +45,13 @@ def uncovered_imports(source: Source) -> Iterator[Finding]:
             yield Finding(node.lineno, "unsupported", message)
 
 
+#: Exceptions of imports that fail.
+IMPORT_ERRORS = r"ImportError|ModuleNotFoundError|\bException"
+
+
 def is_guarded(source: Source, node: ast.AST) -> bool:
     """Return whether the script continues if this import fails, or needs the import only for a different framework."""
-    if source.is_caught(node, r"ImportError|ModuleNotFoundError|\bException"):
+    if source.is_caught(node, IMPORT_ERRORS):
         return True
     for above in source.above(node):
         if isinstance(above, ast.With | ast.If):
