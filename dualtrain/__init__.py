@@ -69,7 +69,7 @@ _MODULES = {
     "dualtrain.trainer.objective": ("Objective",),
     "dualtrain.trainer.trainer": ("Trainer",),
 }
-#: Not imported at their first use: importing ``hvd`` sets environment variables.
+#: Not imported at their first use, because importing one of them, ``hvd``, sets environment variables.
 _PUBLIC_MODULES = ("batchnorm", "functional", "gradients", "hvd", "ray", "spark")
 
 

@@ -224,7 +224,8 @@ def test_modules_import_only_modules_and_packages_earlier_in_the_list():
         for name in imports(path) if own else ():
             other = top_level(name)
             assert other is None or TOP_LEVEL.index(other) <= TOP_LEVEL.index(own), f"{module(path)} imports {name}"
-            # ``import dualtrain`` also loads modules that are later in the list, so only these packages may use it.
+            # Names of the package itself (``from dualtrain import connect``) load modules that may be later in the list, so
+            # only these packages may use them.
             assert other or not name.startswith("dualtrain") or own in ("trainer", "training", "hvd", "main", "bench"), (
                 f"{module(path)} imports {name}"
             )

@@ -174,7 +174,7 @@ failure() {
   fi
 }
 
-# make_environment VERSION: makes the version's environment, unless it is finished. An unfinished environment is removed.
+# make_environment VERSION: makes the version's environment, unless it is finished. Removes an unfinished one first.
 make_environment() {
   local folder log reason status=0 began=$SECONDS
   folder=$(environment "$1")

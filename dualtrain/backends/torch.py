@@ -79,7 +79,7 @@ _ADDRESS_BYTES = 128  # longest text of an address, a port and a key prefix
 #: must never drop its parent's groups, since it does not have their threads: it would wait for them, or crash.
 _IN_USE: list[tuple[int, Any]] = []
 _BACKENDS: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
-_ENDING: list[threading.Thread] = []  # threads that are still ending groups; only of backends without a failed peer
+_ENDING: list[threading.Thread] = []  # threads that still end groups of backends without a failed peer
 _EXIT_SECONDS = 30.0  # longest wait for these threads at exit
 
 
@@ -248,7 +248,7 @@ class TorchBackend(Backend):
     _native: dist.Store | None = None  # see ``_native_store``
     _nccl: Any = None  # the process group for tensors on GPUs; ``None`` before the first one
     _nccl_sums = 0  # how many operations of the gradient path were started in that group
-    #: Buffers for the next comparison of calls; ``None`` before the first one, and if the last one has not ended.
+    #: Buffers for the next comparison of calls; ``None`` before the first comparison, and while the last has not ended.
     _buffers: CallBuffers | None = None
 
     def __init__(self, world: World, device: torch.device, timeout: float, store: dist.Store, placed_world: World) -> None:

@@ -58,7 +58,7 @@ def run_forked(
     """Run a contender and return the results of all its ranks, in any order. Blocks until its processes have ended.
 
     Raises:
-        LaunchError: a process failed, the timeout expired, or lines of several ranks are mixed.
+        LaunchError: a process failed, the timeout expired, or output lines of several ranks are mixed.
         OSError: a file, a process or a socket cannot be made.
     """
     arguments = [entry.module, ",".join(jobs), f"--device={spec.device}", f"--folder={spec.folder.resolve()}"]

@@ -37,7 +37,7 @@ class Examination:
 
     def __init__(self, backend: str, world: World, timeout: float) -> None:
         self.world = world
-        self._deadline = time.monotonic() + _PRINT_SECONDS  # each probe adds its time limit: rank 0 has printed by then
+        self._deadline = time.monotonic() + _PRINT_SECONDS  # rank 0 has printed before; each probe adds its limit
         own = local_facts(world)
         self._probes: dict[str, Probe] = {}
         for name in BOTH if backend == "all" else (backend,):

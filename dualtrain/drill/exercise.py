@@ -268,7 +268,7 @@ class Exercise:
             time.sleep(_POLL_SECONDS)
 
     def _compare(self, job: Job) -> None:
-        """Read the result with faults. Add to the problems: no fault, no result, each difference from ``undisturbed``."""
+        """Read the result with faults. Report each difference from ``undisturbed``, and a missing fault or result."""
         if not self.report.rows:
             self.report.problems.append("no fault was carried out: the job ended too early; give it more steps")
         summary = job.folder / "summary.json"

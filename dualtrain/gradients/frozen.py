@@ -18,7 +18,7 @@ class FrozenCheck:
         self._repeats = 0  # how many rounds had the same frozen slots as the round before
 
     def trained_elsewhere(self, slots: list[Slot]) -> Slot | None:
-        """Return the first checked one of the frozen ``slots`` whose gradient is not zero: another rank trains it.
+        """Of the frozen ``slots`` that are checked, return the first whose gradient is not zero: another rank trains it.
 
         Return ``None`` if there is none.
         """

@@ -293,7 +293,7 @@ class GradientReducer:
 
     def _use_layout(self) -> None:
         """Make buckets at first, and after a parameter was added. Collective in these cases; blocks."""
-        self.backend.check_process()  # before zeros are copied to a bucket, as for gradients in ``_begin_pass``
+        self.backend.check_process()  # before zeros are copied to a bucket; ``_begin_pass`` is called before gradients are
         self._add_unfrozen()
         if not self._exchange.laid_out:
             self._exchange.leave_layout(cpu_waits=self._scalars is not None)
@@ -318,7 +318,7 @@ class GradientReducer:
         self._ending, self._refused_pass = None, False
 
     def is_reduced(self) -> bool:
-        """Return whether the gradients are the last exchange's average, and were not all zeroed or made ``None`` since."""
+        """Return whether the gradients are the last exchange's average, and not all were zeroed or made ``None`` since."""
         return self._exchange.is_reduced()
 
     def renew(self, *, stepped: bool = False) -> None:

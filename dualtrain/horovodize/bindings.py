@@ -16,7 +16,7 @@ _ImportsOf = Callable[[ast.AST], Iterable[tuple[str, str]]]
 
 
 class Bindings:
-    """Imports and other bindings of names, by scope.
+    """Imports and other bindings of names, by scope. ``HOMES`` are the modules with the API of horovod.torch.
 
     A parameter or an assignment hides an import of the same name in the same scope and in outer scopes. Two kinds of
     bindings do not hide an import:
@@ -27,7 +27,7 @@ class Bindings:
 
     An import in a function binds the name in this function only, unless the function declares the name as global or
     nonlocal. If several imports in one scope bind the same name, the one in the innermost block around the use counts.
-    Otherwise the last one counts, or one of a module in ``HOMES`` if the last one is conditional (``except ImportError:``).
+    If no such block has one, the last one counts, or one of ``HOMES`` if the last is conditional (``except ImportError:``).
 
     An assignment of a module in ``HOMES``, as in ``hvd = horovod.torch``, counts as an import. So does an assignment of the
     result of a function that imports such a module and returns nothing else, except None.
@@ -43,7 +43,7 @@ class Bindings:
         #: Imports that bind each name, by scope: the node of the import, and the full name.
         self._imports: dict[ast.AST, dict[str, list[tuple[ast.AST, str]]]] = {}
         self._others: dict[ast.AST, set[str]] = {}
-        #: Full name of each imported name; the last import counts, but one of a module in ``HOMES`` before others.
+        #: Full name of each imported name; the last import counts, but an import of a module in ``HOMES`` has priority.
         self.imported: dict[str, str] = {}
         everything = list(nodes)
         module = next((node for node in everything if isinstance(node, ast.Module)), ast.Module([], []))
@@ -89,8 +89,8 @@ class Bindings:
         return ""
 
     @property
-    def may_replace(self) -> bool:
-        """Return whether another module, a class or an object may have the name of a module in ``HOMES``: a fallback."""
+    def may_have_stub(self) -> bool:
+        """Return whether a name imported from ``HOMES`` may also be bound to another module, a class or an object."""
         same_name = [imports for of_scope in self._imports.values() for imports in of_scope.values()]
         return self._has_stub or any(len({full.startswith(HOMES) for _, full in imports}) > 1 for imports in same_name)
 
@@ -110,7 +110,7 @@ class Bindings:
         return bool(others) and any(called or self._is_fallback(name) for name in names)
 
     def _nearest(self, imports: list[tuple[ast.AST, str]], scope: ast.AST, node: ast.AST) -> str:
-        """Return the full name that counts at ``node`` if all ``imports`` bind the same name in ``scope``."""
+        """Return the full name that counts at ``node``. All ``imports`` bind the same name in ``scope``."""
         if len({full for _, full in imports}) > 1:
             below = node
             for above in self._above(node):
@@ -262,4 +262,4 @@ def _passed_names(call: ast.Call) -> Iterator[ast.Name]:
 def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) -> list[str]:
     arguments = function.args
     every = (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg)
-    return [word.arg for word in every if word is not None]
+    return [one.arg for one in every if one is not None]

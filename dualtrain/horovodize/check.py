@@ -92,7 +92,7 @@ def findings(source: Source) -> list[Finding]:
     with _deep_recursion():
         off, unused = Guards.of(source).lines_without_horovod(), lines_of_unused(source)
         found = {finding[:3]: finding for rule in RULES for finding in rule(source) if finding.line not in off}
-    if source.may_replace_horovod:  # the other module may lack the functions that repairs call
+    if source.may_have_stub:  # the other module may lack the functions that repairs call
         found = {key: finding._replace(edits=()) for key, finding in found.items()}
     return sorted(each for each in found.values() if each.level == "unsupported" or each.line not in unused)
 

@@ -216,9 +216,9 @@ class Source:
         return set(self._bindings.imported.values())
 
     @property
-    def may_replace_horovod(self) -> bool:
+    def may_have_stub(self) -> bool:
         """Return whether another module may have horovod.torch's name: ``except ImportError: import stub as hvd``."""
-        return self._bindings.may_replace
+        return self._bindings.may_have_stub
 
     @cached_property
     def uses_elastic(self) -> bool:

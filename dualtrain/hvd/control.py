@@ -1,4 +1,4 @@
-"""The control channel: one connection from every other rank to rank 0's coordinator.
+"""The control channel: a connection to rank 0's coordinator from each of the other ranks.
 
 On rank 0, one thread receives the messages of all ranks, including rank 0, and passes them to the coordinator, which
 answers. Messages to one rank arrive in the order in which they were sent.
@@ -51,7 +51,7 @@ def control(
         backend: the ranks.
         address: rank 0's address on the interface through which the ranks reach it.
         settings: how long calls may wait.
-        note: called on rank 0 with each event of the coordinator.
+        note: called on rank 0 with each event of the coordinator; see ``Coordinator``.
         cycle: called on rank 0 whenever requests have arrived, before they are matched.
     """
     connections = open_control_channel(backend, address, "hvd")

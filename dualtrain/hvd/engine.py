@@ -281,7 +281,7 @@ class Engine:
             raise HorovodInternalError(why)
 
     def while_waiting(self, backend: Backend, what: str, seconds: float) -> None:
-        """Report to rank 0 long waits, and waits that it has asked about; request progress of operations in shared memory.
+        """Report long waits, and waits that rank 0 has asked about, to rank 0; request progress in shared memory.
 
         Called repeatedly while ``backend`` waits.
 
@@ -313,7 +313,7 @@ class Engine:
             self.timeline.end(what, activity)
 
     def _work(self) -> None:
-        """Execute the coordinator's messages, in order, until the world ends. Then make all calls that are left fail."""
+        """Execute the coordinator's messages, in order, until the world ends. Then fail all remaining calls."""
         try:
             for message in self._control.answers():
                 if message["do"] == "down":

@@ -202,7 +202,7 @@ def cut_off(error: Exception) -> bool:
 
 
 class Ranks(Protocol):
-    """Ranks that can broadcast a small object, such as a connected backend."""
+    """Ranks, such as those of a connected backend, that can broadcast a small object."""
 
     timeout: float  # seconds
 

@@ -17,7 +17,9 @@ from dualtrain.trainer.objective import NAMES, NOT_COUNTED, Adapted, Count, Cros
 
 
 class TorchCrossEntropy:
-    """``nn.CrossEntropyLoss`` or ``nn.NLLLoss``, as torch defines it. Counts correct predictions for class indices.
+    """``nn.CrossEntropyLoss`` or ``nn.NLLLoss``, as torch defines it.
+
+    Counts correct predictions if the targets are class indices.
 
     ``compiled``, if given, is what ``torch.compile`` has made of the loss, and is called in its place.
     """
@@ -133,7 +135,7 @@ def _is_mean_over_elements(loss: Loss | Objective) -> bool:
 
 
 def count_of(objective: Objective) -> Count | None:
-    """Return the function that counts the targets over which ``objective`` averages; ``None`` if those are the samples."""
+    """Return the function that counts the targets over which ``objective`` averages; ``None`` for samples."""
     count = objective.count if isinstance(objective, Adapted | TorchCrossEntropy) else samples_of
     return None if count is samples_of else count
 

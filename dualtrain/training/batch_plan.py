@@ -44,7 +44,7 @@ class BatchPlan:
         return [part.tensor_split(min(self.accumulate, len(part))) if len(part) else () for part in parts]
 
     def validation(self, samples: int) -> list[list[Batch]]:
-        """Return the batches of each of this rank's parts of the validation samples. No sample is evaluated twice."""
+        """For each part of this rank, return the batches of validation samples. No sample is evaluated twice."""
         return [self._validation(samples, part) for part in self.mine]
 
     def _validation(self, samples: int, part: int) -> list[Batch]:

@@ -232,7 +232,7 @@ def test_after_an_interruption_within_a_sum_all_later_sums_fail_on_every_rank(co
 
 
 def fails_in_a_sum(backend, second_error, report):
-    """On rank 0, raise an error in a sum, and ``second_error`` in the search for its cause. Later sums say ``report``."""
+    """On rank 0, raise an error in a sum, and ``second_error`` when its cause is sought. Later sums raise ``report``."""
     library, backend = backend, share_memory(backend, (0,) * backend.size)
     if backend.rank:
         backend.start_sum(torch.ones(3), "t")
@@ -442,7 +442,7 @@ def sum_beside_a_call_of_a_channel(backend, sum_backend, call_backend):
     tensor = torch.ones(5000)
     if backend.rank == 1:
         work = backends[sum_backend].start_sum(tensor, "t")
-    library.exchange([0])  # rank 1 has started the sum, and must reduce its shard of it during the call
+    library.exchange([0])  # rank 1 has started the sum, and must reduce its shard of the sum during the barrier
     if backend.rank == 0:
         backends[sum_backend].start_sum(tensor, "t").wait()
     backends[call_backend].barrier()
@@ -666,7 +666,7 @@ def test_a_buffer_that_cannot_be_shared_is_copied(caplog):
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_an_interrupted_move_to_private_pages_can_be_repeated(tmp_path, ends):
+def test_an_interrupted_move_of_private_pages_can_be_repeated(tmp_path, ends):
     """Raise KeyboardInterrupt before or after the private pages were moved."""
     first = torch.from_file(str(tmp_path / "shared"), shared=True, size=8192, dtype=torch.uint8)
     second = segment.SecondMapping(first)

@@ -99,7 +99,7 @@ def test_cuda_path_is_searched_if_the_toolkit_of_cuda_home_does_not_fit(setup):
     setup.torch("2.6.0+cu1277", "12.77")
     toolkit = setup.toolkit("12.77")
     setup.horovod("PyTorch", "MPI", "Gloo", "NCCL")
-    # The first folder's name begins with the name of the folder that fits, which must not be skipped as already searched.
+    # The first folder's name begins with the second folder's name. The second one must still be searched.
     other = toolkit.with_name("toolkit-12.4")
     (other / "bin").mkdir(parents=True)
     (other / "bin" / "nvcc").symlink_to("/bin/true")

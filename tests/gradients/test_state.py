@@ -205,7 +205,7 @@ def made_in_inference_mode(backend):
     assert model.table.tolist() == mean
 
 
-def test_buffers_are_restored_if_an_average_fails_after_another_one(monkeypatch):
+def test_buffers_are_restored_if_the_second_average_fails(monkeypatch):
     monkeypatch.setattr(state, "_CHUNK_BYTES", 1)
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
     changed = []

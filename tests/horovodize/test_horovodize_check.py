@@ -84,7 +84,7 @@ CASES = [
         "h: object\nh = import_module('other')\nh.allreduce(x)",
     ),
     (
-        "discarded_result",  # a variable hvd with an unknown module hides the import only in its own function
+        "discarded_result",  # a variable hvd that holds an unknown module hides the import only in its function
         "import importlib\ndef load(c):\n    hvd = importlib.import_module(c.name)\n    return hvd\n"
         "def main(hvd):\n    hvd.allreduce(x)  # HERE",
         "import importlib\ndef main(c):\n    hvd = importlib.import_module(c.name)\n    hvd.allreduce(x)",
@@ -1029,7 +1029,7 @@ CASES = [
         "f = 'cuda:0'\nif hvd.size() > 1:\n    f = n\nx.to(f)",
     ),
     (
-        "same_gpu",  # None, and devices other than GPUs, are not a different GPU
+        "same_gpu",  # None, and devices other than GPUs, do not count as a different GPU
         WRAP + "hvd.init()\nd = None\nd = torch.device('cuda:0' if cuda else 'mps')  # HERE\nx.to(d)",
         WRAP + "hvd.init()\nd = None\nd = torch.device('cuda:0' if cuda else 'cuda:1')\nx.to(d)",
     ),
@@ -1168,7 +1168,7 @@ CASES = [
         "lr_scale = hvd.size()\nsteps = args.lr_steps * hvd.size()\nscaled_lr = args.lr\nbuild(scaled_lr)",
     ),
     (
-        "clip_before_synchronize",  # no finding if x may be no parameter, if gradients are zeroed, or if step() comes first
+        "clip_before_synchronize",  # no finding if x may not be a parameter, if gradients are zeroed, or after step()
         WRAP + "loss.backward()\nfor p in model.parameters():\n    p.grad.data.clamp_(-1, 1)  # HERE\noptimizer.step()",
         WRAP + "loss.backward()\nx.grad.data.clamp_(-1, 1)\nfor p in model.parameters():\n    p.grad.zero_()\n"
         "optimizer.step()\nfor p in model.parameters():\n    p.grad *= 2",
@@ -1181,7 +1181,7 @@ CASES = [
         "scale(params)\noptimizer.step()",
     ),
     (
-        "clip_before_synchronize",  # no finding if the value, or the argument of the method, may average the gradient
+        "clip_before_synchronize",  # no finding if the value, or the argument of the method, may contain an average
         WRAP + "loss.backward()\nmodel.weight.grad += x  # HERE\noptimizer.step()",
         WRAP + "loss.backward()\nmodel.weight.grad += (\n    hvd.allreduce(model.weight.grad) - model.weight.grad\n)\n"
         "model.bias.grad.sub_(\n    model.bias.grad - hvd.allreduce(model.bias.grad)\n)\noptimizer.step()",
@@ -1413,7 +1413,7 @@ CASES = [
     ),
     *(
         (
-            "clip_before_synchronize",  # no finding for a new backward pass, or an update that needs no gradient
+            "clip_before_synchronize",  # no finding for a new backward, an average, or an update that needs no gradient
             f"{WRAP}for x in data:\n    loss.backward()\n    for p in model.parameters():\n        {update}  # HERE\n"
             "    optimizer.step()",
             f"{WRAP}for x in data:\n    loss.backward()\n    for p in model.parameters():\n        {other}\n"
@@ -1470,7 +1470,7 @@ CASES = [
         "with optimizer.skip_synchronize():\n    optimizer.step()",
     ),
     (
-        "clip_before_synchronize",  # one finding for a function with the name of torch's
+        "clip_before_synchronize",  # one finding if the script's function has the same name as torch's
         f"{WRAP}def clip_grad_norm_(p):\n    torch.nn.utils.clip_grad_norm_(p, 1)\nloss.backward()\n"
         "clip_grad_norm_(p)  # HERE\noptimizer.step()",
         f"{WRAP}def clip_grad_norm_(p):\n    torch.nn.utils.clip_grad_norm_(p, 1)\nloss.backward()\n"
@@ -1569,7 +1569,7 @@ CASES = [
     ),
     *(
         (
-            "rate_times_size",  # no finding for a warm-up of the rate, also if its name is that of a measurement
+            "rate_times_size",  # no finding if num_warmup_batches, a usual name in benchmarks, is for a warm-up of the rate
             "o = torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE\ntimeit(o, optimizer, num_warmup_batches=5)",
             f"o = optimizer = torch.optim.SGD(p, lr=0.1 * hvd.size())\n{warm_up}",
         )

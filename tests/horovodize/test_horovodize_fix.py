@@ -105,7 +105,7 @@ REPAIRS = [
         None,  # not repaired: synchronize() before the block would come before backward
     ),
     ("torch.cuda.set_device( hvd.rank() )\n", "torch.cuda.set_device( hvd.local_rank() )\n"),
-    (  # the result of a function is horovod.torch, and so no stub
+    (  # the function returns horovod.torch, which is not a stub
         "def get():\n    import dualtrain.hvd as hvd\n    return hvd\nhvd = get()\ntorch.cuda.set_device(hvd.rank())\n",
         "def get():\n    import dualtrain.hvd as hvd\n    return hvd\nhvd = get()\n"
         "torch.cuda.set_device(hvd.local_rank())\n",
@@ -144,7 +144,7 @@ REPAIRS = [
         )
         for loop, epoch in (("i, e in enumerate(range(2, 9))", "e"), ("_ in range(args.epochs)", "_"))
     ),
-    (  # a loop that does not train is not over epochs
+    (  # a loop that does not train does not count as a loop over epochs
         "s = torch.utils.data.DistributedSampler(d, 2, r)\nfor e in range(EPOCHS):\n    go()\n"
         "for i in range(EPOCHS): print(i)\n",
         "s = torch.utils.data.DistributedSampler(d, 2, r)\nfor e in range(EPOCHS):\n    s.set_epoch(e)\n    go()\n"
@@ -322,7 +322,7 @@ IMPORTS = [
         "import horovod.torch as hvd\nfrom horovod.torch.elastic import run\nfrom horovod.common.exceptions import E",
         "import dualtrain.hvd as hvd\nfrom dualtrain.hvd.elastic import run\nfrom dualtrain.hvd.exceptions import E",
     ),
-    (  # the import in ``try`` neither changes nor prevents the change of the other import
+    (  # the import in ``try`` is not changed, and the other import is changed nevertheless
         "try:\n    import horovod.tensorflow as x\nexcept ImportError: x = None\nimport horovod.torch as hvd",
         "try:\n    import horovod.tensorflow as x\nexcept ImportError: x = None\nimport dualtrain.hvd as hvd",
     ),

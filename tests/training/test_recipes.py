@@ -179,7 +179,7 @@ def test_a_run_resumes_at_another_world_size(processes, paths, tmp_path):
 def handling_hangups(handler: int) -> Iterator[None]:
     """Set SIGHUP's handler at the start of the block; at its end, assert that SIGHUP has this handler again.
 
-    Otherwise the handler would depend on how pytest was started: under nohup, it ignores the signal.
+    Without this, the handler would depend on how pytest was started: nohup makes processes ignore the signal.
     """
     earlier = signal.signal(signal.SIGHUP, handler)
     try:
@@ -243,7 +243,7 @@ def test_a_run_that_was_stopped_after_its_last_step_is_evaluated_by_its_resume(p
             ],
             ["from 0 to 2, since the model has 3 outputs, and one target is 7"],
         ),
-        # The first targets are 0, but later ones may be up to 9.
+        # All targets are 0, which this model has. It is refused because of --classes 10: later targets may be up to 9.
         (
             [
                 "--model",

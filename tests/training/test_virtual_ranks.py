@@ -295,7 +295,7 @@ def test_a_counter_whose_change_per_pass_differs_slightly_between_shards_is_refu
 
 
 def samples_of_uneven_passes(backend, difference):
-    """Count the samples in a step whose shards have three passes, of 4, 3 and 3 samples; return the count.
+    """Count the samples in a step whose shards have three passes, of 3 or 4 samples; return the count.
 
     The last shard has ``difference`` more samples.
     """

@@ -183,7 +183,7 @@ def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def passes(shard: Any, accumulate: int) -> Any:
     """Split a shard into ``accumulate`` batches, one per backward pass, or fewer if the shard has fewer samples.
 
-    Return ``None`` for an empty shard, which is ``None``.
+    Return ``None`` if the shard is ``None``, because it is empty.
     """
     if shard is None:
         return None

@@ -1,6 +1,6 @@
 """Reference for other contenders: the ranks do not communicate gradients, but sum one number in each step.
 
-In synchronous training, every rank waits for the slowest rank in each step. This loop has the wait, but
+In synchronous training, every rank waits for the slowest rank in each step. This loop also waits, but
 does not communicate gradients: compared with the contender ``alone``, it takes longer by the wait and one short all-reduce.
 """
 

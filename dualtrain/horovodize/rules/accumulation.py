@@ -186,18 +186,18 @@ def _is_known_at(source: Source, value: ast.expr, wrap: ast.Call, step: ast.Call
         return False
     here, there = source.scope(step), source.scope(wrap)
     is_parameter = _has_parameter(here, root.id) and _has_parameter(there, root.id)
-    homes = {here, there} if is_parameter else {here, there, source.tree}
+    scopes = {here, there} if is_parameter else {here, there, source.tree}
     assigned = [
         statement
         for target, _, statement in source.assignments
-        if target == ast.unparse(value) or (target == root.id and source.scope(statement) in homes)
+        if target == ast.unparse(value) or (target == root.id and source.scope(statement) in scopes)
     ]
     early = [one for one in assigned if one.lineno < wrap.lineno]
     if len(assigned) != len(early):
         return False  # the name is assigned again later
     if here is there:
-        homes = {source.scope(one) for one in assigned}
-        return _has_parameter(there, root.id) or bool(homes & {there, source.tree})
+        assigned_in = {source.scope(one) for one in assigned}
+        return _has_parameter(there, root.id) or bool(assigned_in & {there, source.tree})
     local = [one for one in assigned if source.scope(one) is not source.tree]
     if is_parameter:
         return True

@@ -160,7 +160,7 @@ def is_barrier(source: Source, call: ast.Call) -> bool:
 
 
 def _holds_variable(source: Source, value: ast.expr | None) -> bool:
-    """Return whether ``value`` is ``torch.tensor(x)`` or ``torch.Tensor([x])`` of an ``x`` that ranks may want to combine.
+    """Return whether ``value`` is ``torch.tensor(x)`` or ``torch.Tensor([x])`` of an ``x`` that ranks may combine.
 
     Ranks, sizes, constants and loop counters do not count: scripts send them only to make the ranks wait for each other.
     """

@@ -28,7 +28,7 @@ _SAME_RESULTS = ("allreduce", "allreduce_", "broadcast", "broadcast_", "broadcas
 def depends_on_process(source: Source, file: ast.expr, depth: int = 0) -> bool:
     """Return whether each process may have its own file: a memory buffer, or a path with the rank, the time or a metric.
 
-    Also return True if the path may contain a value that the file does not show (:func:`_is_unknown`).
+    Also return True if the path may contain a value whose origin the script does not show (:func:`_is_unknown`).
     """
     if _RANK_IN_PATH.search(ast.unparse(file)) or depth > 5:
         return True
@@ -46,7 +46,7 @@ def depends_on_process(source: Source, file: ast.expr, depth: int = 0) -> bool:
 
 
 def _is_unknown(source: Source, node: ast.AST) -> bool:
-    """Return whether ``node`` is a name in a class, and the file does not show where its value comes from.
+    """Return whether ``node`` is a name in a class, and the script does not show where its value comes from.
 
     The value may depend on the rank, for example if a subclass or a caller in another file passes it to ``__init__``.
     """

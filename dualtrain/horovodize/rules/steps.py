@@ -49,7 +49,7 @@ def clip_before_synchronize(source: Source) -> Iterator[Finding]:
 
 
 def _mistake(event: Event) -> str:
-    """Return a description of the mistake that ``event`` comes before the gradients are averaged."""
+    """Describe the mistake: ``event`` comes before the gradients are averaged."""
     if event.kind == "change":
         return "gradients are changed before they are averaged: the change may be lost, because param.grad is overwritten"
     if event.kind == "update":
@@ -199,7 +199,7 @@ def _is_of_another_optimizer(source: Source, event: Event) -> bool:
 
 
 def _is_of_unwrapped_model(source: Source, event: Event) -> bool:
-    """Return whether ``event`` is in a loop over the parameters of a model that certainly no wrapped optimizer updates."""
+    """Return whether ``event`` is in a loop over the parameters of a model that certainly no wrapped optimizer has."""
     known = [models_of_optimizer(source, wrap) for _, wrap in source.wraps]
     if event.kind == "clip" or not known or not all(known) or any(file.wraps for file in source.files[1:]):
         return False
