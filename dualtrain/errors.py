@@ -138,6 +138,11 @@ def first_line(error: BaseException) -> str:
         return one_line(error)
 
 
+def why_not_downloaded(error: Exception) -> str:
+    """Return the first line of the reason why a download failed, or the error's type if it has no message."""
+    return str(getattr(error, "reason", error)).strip().partition("\n")[0] or type(error).__name__
+
+
 def is_final(error: BaseException) -> bool:
     """Return whether a restart of a run that ended with ``error`` would end in the same way."""
     return isinstance(error, DivergedError) or (isinstance(error, UserError) and not error.transient)

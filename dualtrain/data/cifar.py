@@ -15,7 +15,7 @@ import torch
 
 from dualtrain.data.downloads import missing, why_unreadable
 from dualtrain.data.sources import Tensors
-from dualtrain.errors import UserError
+from dualtrain.errors import UserError, why_not_downloaded
 from dualtrain.files import open_regular
 from dualtrain.torchvision_shim import with_torchvision_shim
 
@@ -71,5 +71,6 @@ def _download(folder: str) -> None:
     try:
         utils.download_and_extract_archive(URL, folder, md5=MD5)
     except Exception as error:  # besides OSError, those of http.client and others
-        reason = str(getattr(error, "reason", error)).strip().partition("\n")[0] or type(error).__name__
-        raise UserError(f"cifar10 could not be downloaded ({reason}): unpack {URL} into {folder} on every host") from error
+        raise UserError(
+            f"cifar10 could not be downloaded ({why_not_downloaded(error)}): unpack {URL} into {folder} on every host"
+        ) from error

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parameter import is_lazy
 
-from dualtrain.errors import UserError, lacks_memory
+from dualtrain.errors import UserError, lacks_memory, why_not_downloaded
 from dualtrain.files import open_regular, or_nothing, parse_json, readable_path
 from dualtrain.state import is_extra_state, weights_sha256
 from dualtrain.torchvision_shim import torchvision
@@ -211,8 +211,8 @@ def fetch(name: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         torch.hub.download_url_to_file(url, str(path), hash_prefix=digest, progress=False)
     except Exception as error:  # besides OSError, those of http.client and others
-        reason = str(getattr(error, "reason", error)).strip().partition("\n")[0] or type(error).__name__
         raise UserError(
-            f"the weights of {name} could not be downloaded ({reason}): put {url} into {path.parent} of every host"
+            f"the weights of {name} could not be downloaded ({why_not_downloaded(error)}): put {url} into {path.parent} of "
+            "every host"
         ) from error
     return path
