@@ -27,7 +27,7 @@ from dualtrain.errors import UserError
 from dualtrain.horovodize import recorder
 from dualtrain.horovodize.__main__ import main
 from dualtrain.horovodize.prove import collect, launch
-from dualtrain.horovodize.prove.causes import RACES, likely_causes
+from dualtrain.horovodize.prove.causes import RACES, likely_causes, sources_of
 from dualtrain.horovodize.prove.cleaner import marked
 from dualtrain.horovodize.prove.comparison import different_end, distance, first_difference, moved, unequal_options
 from dualtrain.horovodize.prove.evidence import Evidence
@@ -760,17 +760,17 @@ optimizer.step()
 def test_the_likeliest_cause_is_a_line_of_the_script(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(CLIPPED)
-    found = likely_causes([str(script)])
+    found = likely_causes(sources_of([str(script)]))
     assert found[0].startswith(f"{script}:7: ")
     assert any(line.startswith(f"{script}:5: ") for line in found)
-    assert likely_causes([str(script)], RACES) == found[:1]
+    assert likely_causes(sources_of([str(script)]), RACES) == found[:1]
     lines = CLIPPED.splitlines()
     inner = "\n".join(["def train(model, opt):", *(f"    {line}" for line in lines[5:7]), "    opt.step()"])
     script.write_text("\n".join([*lines[:4], inner, "train(model, optimizer)\n"]))
-    assert likely_causes([str(script)])[0].startswith(f"{script}:7: ")
+    assert likely_causes(sources_of([str(script)]))[0].startswith(f"{script}:7: ")
     for text in ("not python (", "import torch\n"):
         script.write_text(text)
-        assert likely_causes([str(script), "--lr"]) == []
+        assert likely_causes(sources_of([str(script), "--lr"])) == []
 
 
 def test_causes_are_found_in_the_modules_beside_the_script(tmp_path, monkeypatch):
@@ -789,15 +789,15 @@ def test_causes_are_found_in_the_modules_beside_the_script(tmp_path, monkeypatch
     (tmp_path / "lib").mkdir()
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    found = likely_causes([str(tmp_path / "main.py")])
+    found = likely_causes(sources_of([str(tmp_path / "main.py")]))
     assert found[0].startswith(f"{tmp_path}/lib/steps.py:5: ")
     assert any(line.startswith(f"{tmp_path}/lib/deep.py:3: ") for line in found)
     assert not any("unused.py" in line for line in found)
     monkeypatch.chdir(tmp_path)
-    assert likely_causes(["-m", "main"])[0].startswith("lib/steps.py:5: ")
+    assert likely_causes(sources_of(["-m", "main"]))[0].startswith("lib/steps.py:5: ")
     guarded = CLIPPED.replace("torch.nn.utils", "if hvd.size() == 1:\n    torch.nn.utils")
     (tmp_path / "main.py").write_text(guarded)
-    assert [line.split(" ")[0] for line in likely_causes(["main.py"])] == ["main.py:5:"]
+    assert [line.split(" ")[0] for line in likely_causes(sources_of(["main.py"]))] == ["main.py:5:"]
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------

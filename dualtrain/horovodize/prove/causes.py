@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -33,22 +33,19 @@ CAUSES: tuple[Rule, ...] = (
     wrapping.optimizer_state,
 )
 
-
 #: Rules on code that reads or changes gradients while they are averaged: two runs on Horovod may then differ.
 RACES: tuple[Rule, ...] = (steps.clip_before_synchronize, steps.scaler_before_synchronize, steps.skipped_reduction)
-
 
 #: At most this many files of a program are read.
 MOST_FILES = 100
 
 
-def likely_causes(program: Sequence[str], rules: Sequence[Rule] = CAUSES) -> list[str]:
-    """Return the lines of a program that may give different numbers on Horovod and dualtrain, the likeliest first.
+def sources_of(program: Sequence[str]) -> dict[Path, Source]:
+    """Read the files of a program, by path.
 
     Args:
         program: the script and its arguments, with ``-m`` before a module. Modules that the script imports from its own
             folder, directly or through other modules, are read too. With ``-m``, they are read from the current folder.
-        rules: the rules whose findings are returned, in this order.
 
     Files that cannot be read as Python, whose code is nested too deeply, or beyond ``MOST_FILES`` are left out: the
     comparison does not need their lines.
@@ -57,6 +54,16 @@ def likely_causes(program: Sequence[str], rules: Sequence[Rule] = CAUSES) -> lis
     start = [first.with_name(first.name + ".py"), first / "__main__.py"] if program[0] == "-m" else [first]
     sources = _sources(start, Path() if program[0] == "-m" else first.parent)
     make_program(list(sources.values()))
+    return sources
+
+
+def likely_causes(sources: Mapping[Path, Source], rules: Sequence[Rule] = CAUSES) -> list[str]:
+    """Return the lines of a program that may give different numbers on Horovod and dualtrain, the likeliest first.
+
+    Args:
+        sources: what :func:`sources_of` has returned.
+        rules: the rules whose findings are returned, in this order.
+    """
     found = {path: _findings(source, rules) for path, source in sources.items()}
     return [f"{path}:{each}" for number in range(len(rules)) for path in found for each in found[path][number]]
 

@@ -42,7 +42,7 @@ from dualtrain.console import (
 from dualtrain.errors import UserError
 from dualtrain.files import read_text, write_json, write_whole
 from dualtrain.horovodize import recorder
-from dualtrain.horovodize.prove.causes import RACES, likely_causes
+from dualtrain.horovodize.prove.causes import RACES, likely_causes, sources_of
 from dualtrain.horovodize.prove.collect import collect
 from dualtrain.horovodize.prove.evidence import Evidence
 from dualtrain.horovodize.prove.launch import Job, RunError, require_horovod
@@ -157,8 +157,8 @@ def _prove(args: argparse.Namespace) -> int:
             _record_only(job, args.record)
             return 0
         evidence = collect(job, args.rounds, recorded)
-    causes, races = ([], []) if evidence.failure else (likely_causes(program), likely_causes(program, RACES))
-    verdict = verdict_of(evidence, causes, races)
+    sources = {} if evidence.failure else sources_of(program)
+    verdict = verdict_of(evidence, likely_causes(sources), likely_causes(sources, RACES))
     _report(args, evidence, verdict)
     return verdict.status
 

@@ -21,7 +21,7 @@ from dualtrain.differences import ranks_in_words
 from dualtrain.errors import UserError
 from dualtrain.horovodize import recorder
 from dualtrain.horovodize.prove.cleaner import END_SECONDS, MARK, POLL_SECONDS, end_marked
-from dualtrain.horovodize.prove.reader import failure_at_end, has_end, read_record
+from dualtrain.horovodize.prove.reader import end_of, failure_in, read_record
 from dualtrain.horovodize.prove.records import RankRecord, RunRecord
 from dualtrain.horovodize.prove.workspace import Workspace
 from dualtrain.processes import signal_at_parents_end
@@ -208,9 +208,9 @@ def _written(folder: Path) -> int:
 
 def _has_ended(folder: Path, nproc: int) -> bool:
     """Return whether a rank has recorded an error that a failed peer did not cause, or all ranks the end of the script."""
-    paths = list(folder.glob("rank-*.jsonl"))
-    failed = any(failure and not _OF_PEERS.search(failure) for failure in map(failure_at_end, paths))
-    return failed or (len(paths) == nproc and all(map(has_end, paths)))
+    ends = [end_of(path) for path in folder.glob("rank-*.jsonl")]
+    failed = any(failure and not _OF_PEERS.search(failure) for failure in map(failure_in, ends))
+    return failed or (len(ends) == nproc and all(ends))
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:

@@ -52,20 +52,14 @@ def read_record(folder: Path, launched: float | None = None) -> RunRecord:
     return RunRecord([ranks[rank] for rank in range(size)], start)
 
 
-def has_end(path: Path) -> bool:
-    """Return whether a rank's file is complete: the rank has recorded the end of the script."""
-    return bool(_end_of(path))
-
-
-def failure_at_end(path: Path) -> str:
-    """Return the error or exit status at the end of a rank's file; "" if the file does not end with a failure."""
-    end = _end_of(path)
+def failure_in(end: dict[str, Any]) -> str:
+    """Return the error or exit status in what :func:`end_of` has returned; "" if it is not a failure."""
     failed = end and (end["reason"] == "error" or end["status"])
     return str(end.get("error") or f"exit status {end['status']}") if failed else ""
 
 
-def _end_of(path: Path) -> dict[str, Any]:
-    """Return the last line of a rank's file if it records the end of the script, or else an empty dict."""
+def end_of(path: Path) -> dict[str, Any]:
+    """Return the last line of a rank's file if it records the end of the script, else an empty dict."""
     lines = _complete_lines(path)
     last: dict[str, Any] = parse_json(lines[-1]) if lines else {}
     return last if last.get("kind") == "end" else {}
