@@ -18,6 +18,7 @@ from dualtrain.horovodize.source import Source
 
 HEAD = "import torch\nimport dualtrain.hvd as hvd\nhvd.init()\n"
 WRAP = "optimizer = hvd.DistributedOptimizer(base, model.named_parameters())\n"
+BROADCAST = "hvd.broadcast_parameters(model.state_dict(), 0)"
 MODELS = "d, model = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)\n"
 START = f"{HEAD}{WRAP}hvd.broadcast_parameters(model.state_dict(), root_rank=0)\n"
 
@@ -393,38 +394,22 @@ def test_a_file_that_another_file_of_the_program_loads_is_saved_by_every_rank(tm
 @pytest.mark.parametrize(
     ("models", "broadcast", "repaired"),
     [
-        ("model = torch.nn.Linear(1, 1).cuda()", "hvd.broadcast_parameters(model.state_dict(), 0)", True),
-        ("model = Net()\nloss = torch.nn.MSELoss()", "hvd.broadcast_parameters(model.state_dict(), 0)", True),
-        ("model = Net()\nteacher = Net().cuda()", "hvd.broadcast_parameters(model.state_dict(), 0)", False),
-        ("model, loader = timm.create_model(x), make()", "hvd.broadcast_parameters(model.state_dict(), 0)", True),
-        ("model = Net()\nold = timm.create_model(x)\nold.eval()", "hvd.broadcast_parameters(model.state_dict(), 0)", False),
-        ("model, other = Net(), torch.nn.Linear(1, 1)", "hvd.broadcast_parameters(model.state_dict(), 0)", False),
-        ("model = Net()\nprojection = torch.randn(3, 2)", "hvd.broadcast_parameters(model.state_dict(), 0)", False),
-        ("model = Net()\nnoise = torch.empty(3).normal_()", "hvd.broadcast_parameters(model.state_dict(), 0)", False),
-        ("model = Net()\nw = torch.empty(3)\nw.normal_()", "hvd.broadcast_parameters(model.state_dict(), 0)", False),
-        (
-            "model = Net()\nw = torch.zeros(3)\ntorch.nn.init.normal_(w)",
-            "hvd.broadcast_parameters(model.state_dict(), 0)",
-            False,
-        ),
-        (
-            "model = Net()\nw = torch.nn.init.orthogonal_(torch.zeros(3, 3))",
-            "hvd.broadcast_parameters(model.state_dict(), 0)",
-            False,
-        ),
-        (
-            "model = Net()\nfor i in n:\n    w.append(torch.rand(1))",
-            "hvd.broadcast_parameters(model.state_dict(), 0)",
-            False,
-        ),
-        (
-            "model = Net()\nw = model.w\nw.normal_()\ntorch.nn.init.normal_(w)",
-            "hvd.broadcast_parameters(model.state_dict(), 0)",
-            True,
-        ),
-        ("model = Net()\nfor x in d:\n    y = torch.rand(1)", "hvd.broadcast_parameters(model.state_dict(), 0)", True),
-        ("import numpy\nmodel = Net()\ny = numpy.random.rand(1)", "hvd.broadcast_parameters(model.state_dict(), 0)", True),
-        ("from a import L\nmodel = Net()\nloss = L(3).cuda()", "hvd.broadcast_parameters(model.state_dict(), 0)", False),
+        ("model = torch.nn.Linear(1, 1).cuda()", BROADCAST, True),
+        ("model = Net()\nloss = torch.nn.MSELoss()", BROADCAST, True),
+        ("model = Net()\nteacher = Net().cuda()", BROADCAST, False),
+        ("model, loader = timm.create_model(x), make()", BROADCAST, True),
+        ("model = Net()\nold = timm.create_model(x)\nold.eval()", BROADCAST, False),
+        ("model, other = Net(), torch.nn.Linear(1, 1)", BROADCAST, False),
+        ("model = Net()\nprojection = torch.randn(3, 2)", BROADCAST, False),
+        ("model = Net()\nnoise = torch.empty(3).normal_()", BROADCAST, False),
+        ("model = Net()\nw = torch.empty(3)\nw.normal_()", BROADCAST, False),
+        ("model = Net()\nw = torch.zeros(3)\ntorch.nn.init.normal_(w)", BROADCAST, False),
+        ("model = Net()\nw = torch.nn.init.orthogonal_(torch.zeros(3, 3))", BROADCAST, False),
+        ("model = Net()\nfor i in n:\n    w.append(torch.rand(1))", BROADCAST, False),
+        ("model = Net()\nw = model.w\nw.normal_()\ntorch.nn.init.normal_(w)", BROADCAST, True),
+        ("model = Net()\nfor x in d:\n    y = torch.rand(1)", BROADCAST, True),
+        ("import numpy\nmodel = Net()\ny = numpy.random.rand(1)", BROADCAST, True),
+        ("from a import L\nmodel = Net()\nloss = L(3).cuda()", BROADCAST, False),
         ("model = Net()", "if resume:\n    hvd.broadcast_parameters(model.state_dict(), 0)", False),
         ("model = Net()", "def f():\n    hvd.broadcast_parameters(model.state_dict(), 0)\nf()", True),
         (

@@ -233,6 +233,19 @@ def test_timelines_have_horovods_events(real, tmp_path):
         assert times == sorted(times)
 
 
+#: What a call has on its line of the timeline.
+PAIR = [("NEGOTIATE_ALLREDUCE", "B"), ("NEGOTIATE_ALLREDUCE", "E"), ("ALLREDUCE", "B"), ("ALLREDUCE", "E")]
+
+
+def lines_of(events):
+    """Return line's name → (name, phase) of the activities on this line."""
+    lines = {event["args"]["name"]: event["pid"] for event in events if "name" in event.get("args", ())}
+    return {
+        line: [(event["name"], event["ph"]) for event in events if event["pid"] == number and event["ph"] in "BE"]
+        for line, number in lines.items()
+    }
+
+
 def traced_in_a_set(backend, folder):
     """Make a call on a process set while the timeline is open; return the file's events on rank 0."""
     with library(backend) as hvd:
@@ -247,11 +260,8 @@ def traced_in_a_set(backend, folder):
 
 @OURS_2
 def test_a_call_on_a_process_set_has_one_line_on_the_timeline(real, tmp_path):
-    events = real(traced_in_a_set, str(tmp_path))[0]
-    lines = {event["args"]["name"]: event["pid"] for event in events if "name" in event.get("args", ())}
-    (line,) = (number for name, number in lines.items() if name.startswith("allreduce.x"))
-    names = [event["name"] for event in events if event["pid"] == line and event["ph"] in "BE"]
-    assert names == ["NEGOTIATE_ALLREDUCE"] * 2 + ["ALLREDUCE"] * 2
+    lines = lines_of(real(traced_in_a_set, str(tmp_path))[0])
+    assert [activities for line, activities in lines.items() if line.startswith("allreduce.x")] == [PAIR]
 
 
 def traced_late(backend, folder):
@@ -281,11 +291,9 @@ def traced_late(backend, folder):
 @OURS_2
 def test_a_timeline_has_calls_that_began_before_it_and_a_line_per_gradient(real, tmp_path):
     events = real(traced_late, str(tmp_path))[0]
-    lines = {event["args"]["name"]: event["pid"] for event in events if "name" in event.get("args", ())}
+    lines = lines_of(events)
     for line, times in {"allreduce.early": 1, "allreduce.weight": 2, "allreduce.bias": 2}.items():
-        here = [(event["name"], event["ph"]) for event in events if event["pid"] == lines[line] and event["ph"] in "BE"]
-        pair = [("NEGOTIATE_ALLREDUCE", "B"), ("NEGOTIATE_ALLREDUCE", "E"), ("ALLREDUCE", "B"), ("ALLREDUCE", "E")]
-        assert here == pair * times
+        assert lines[line] == PAIR * times
     names = {event["name"] for event in events if event["name"].startswith("NEGOTIATE")}
     assert names == {"NEGOTIATE_ALLREDUCE", "NEGOTIATE_CHANNEL", "NEGOTIATE_BARRIER"}
 
