@@ -49,8 +49,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     changes on every rank. Or run backward in :meth:`no_sync`: then :meth:`synchronize` or ``step()`` averages the changed
     gradients. If backward averaged zeros for a parameter, because no rank had a gradient, and the program then assigns a
     gradient, ``step()`` raises BackendError: most likely, each rank has assigned its own.
-    If a rank runs no backward in a step, it gets the averages only in ``step()``. Call :meth:`synchronize` on this rank
-    before you clip, unscale or otherwise change gradients. Otherwise, the ranks' weights differ, without an error.
+    If a rank runs no backward in a step, it gets the averages only in ``step()``. If another rank has clipped, unscaled or
+    otherwise changed its averages by then, ``step()`` raises BackendError on that rank: call :meth:`synchronize` on every
+    rank before you change gradients. With gradients on a GPU and without ``extra``, there is no error, and the ranks'
+    weights differ.
 
     Parameters may be frozen and unfrozen on all ranks. Unfreeze them before :meth:`zero_grad`. Otherwise, a backward that
     reaches only newly unfrozen parameters does not average their gradients; ``step()`` averages them.
@@ -215,7 +217,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: as :meth:`synchronize`.
             BackendError: as :meth:`synchronize`; or an earlier backward pass failed after it had sent gradients, and
-                :meth:`zero_grad` was called before their exchange had ended; or the closure returned a loss on some ranks
+                :meth:`zero_grad` was called before their exchange had ended; or this rank has changed averages that another
+                rank computes only in ``step()`` and uses unchanged; or the closure returned a loss on some ranks
                 only; or an interrupt such as Ctrl-C has stopped an earlier step, which may have changed some parameters.
         """
         with self._refusing_after_interrupt():
@@ -266,9 +269,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _step(self, closure: Callable[[], Any] | None = None) -> Any:
         if closure is not None:
             return self._step_with_closure(closure)
-        self.reducer.begin_step()
-        self.synchronize()
-        self.reducer.refuse_dropped()
+        with self.reducer.in_step():
+            self.synchronize()
         self._changing = True
         result = self._wrapped.step()
         self.reducer.renew(stepped=True)
@@ -280,9 +282,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self.reducer.renew()
             with torch.enable_grad():
                 loss = closure()
-            self.reducer.begin_step()
-            self.synchronize()
-            self.reducer.refuse_dropped()
+            with self.reducer.in_step():
+                self.synchronize()
             return combined_loss(loss, self.average_over_ranks)
 
         self._changing = True

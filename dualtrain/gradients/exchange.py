@@ -177,7 +177,7 @@ class Exchange:
             bucket.refuse_changed_parameters(schedule.round)
             if not schedule.has_unsent:
                 self._load_extra(scalars)
-                self.refusals.set_flag(schedule.buckets)
+                self.refusals.set_flag(schedule.buckets, cpu_waits=scalars is not None)
             self._backend.drain()
             bucket.start()
         except Exception as error:

@@ -29,6 +29,7 @@ from dualtrain.gradients.passes import EndOfPass, at_end_of_pass
 from dualtrain.gradients.refusals import SENT_DROPPED
 from dualtrain.gradients.slots import Slot
 from dualtrain.gradients.sparse import sparse_dims
+from dualtrain.gradients.step_check import StepCheck
 from dualtrain.gradients.turns import turns
 
 #: Backend → numbers for the names of its reducers.
@@ -119,6 +120,7 @@ class GradientReducer:
         self._dropped = False  # True if ``zero_grad`` was called after one of the step's ``passes``, but not the last one
         #: The callback for the end of the running pass. The reference is dead if the pass failed.
         self._ending: weakref.ref[Callable[[], None]] | None = None
+        self._step_check = StepCheck(self.slots)
         self._refused_pass = False  # whether a pass, which may have changed gradients, was refused since the last reduction
         #: The number of the round (one exchange) in which a failed backward pass had sent gradients before ``zero_grad``
         #: dropped them; else ``None``.
@@ -261,6 +263,7 @@ class GradientReducer:
         failed = self._refused_pass or (self._ending is not None and self._ending() is None)
         changed = None if failed else exchange.changed_late()
         exchange.unpack()
+        self._step_check.record(exchange.refusals.ranks_in_step)
         self._start_over(reduced=changed is None)
         if changed is not None:
             raise BackendError(
@@ -329,6 +332,7 @@ class GradientReducer:
         """
         self._exchange.reduced = self._exchange.refusals.dropped = self.has_local = False
         self._summed_version = -1
+        self._step_check.record([])
         self._exchange.refusals.steps += stepped
         self._exchange.refusals.sent_dropped = False
         sent = self._exchange.schedule.next > 0
@@ -343,10 +347,25 @@ class GradientReducer:
             self.hooks.restore()
             self._add_unfrozen()  # a hook adds them too, but the next backward may run no hook
 
-    def begin_step(self) -> None:
-        """Prepare a step. If ``zero_grad`` dropped gradients of a round in progress, every rank refuses the reduction."""
-        schedule = self._exchange.schedule
-        self._exchange.refusals.sent_dropped = schedule.round == self._dropped_round and schedule.has_unsent
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Call :meth:`reduce` in this context for a step of the optimizer, which uses the averages as they are then.
+
+        If ``zero_grad`` dropped gradients of a round in progress, every rank refuses the reduction.
+
+        Raises:
+            BackendError: at the end, on this rank: see :meth:`refuse_dropped`; or backward or ``synchronize`` had averaged
+                the gradients, the program has changed them, and another rank averages only in its step.
+        """
+        schedule, refusals = self._exchange.schedule, self._exchange.refusals
+        refusals.sent_dropped = schedule.round == self._dropped_round and schedule.has_unsent
+        refusals.in_step = True
+        try:
+            yield
+        finally:
+            refusals.in_step = False
+        self.refuse_dropped()
+        self._step_check.refuse_changed(self.backend.job_rank)
 
     def refuse_dropped(self) -> None:
         """Raise BackendError, on this rank, if ``zero_grad`` dropped the last round's gradients after all were sent."""
@@ -364,6 +383,7 @@ class GradientReducer:
         if self.closed:
             self._turns.leave(self._number)
         self._exchange.forget()
+        self._step_check.record([])
         refusals = self._exchange.refusals
         refusals.dropped = refusals.sent_dropped = False
         refusals.steps = 0  # a rank that is new on this backend has taken none

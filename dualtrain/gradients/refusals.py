@@ -21,6 +21,7 @@ from dualtrain.backends.agreement import Call, agree
 from dualtrain.errors import BackendError
 from dualtrain.gradients.buckets import Bucket
 from dualtrain.gradients.hooks import ModuleAttribute, ParameterHooks
+from dualtrain.gradients.late_flag import LateFlag
 from dualtrain.gradients.parameters import Forms
 from dualtrain.gradients.refused_slots import RefusedSlots
 from dualtrain.gradients.sparse import has_values
@@ -41,10 +42,12 @@ _SAME_STEPS = "step or skip on all ranks, and call optimizer.zero_grad() after a
 class Refusals:
     """The checks of a reducer in every exchange.
 
-    Each rank sends a flag: NaN if it has a reason to refuse; otherwise infinity after an odd number of optimizer steps, and
-    minus infinity after an even number. The sum of the flags is NaN if a rank has a reason, or if the number of steps is
-    odd on some ranks and even on others: their weights then differ. This holds for any dtype and number of ranks. A rank
-    without shards sends no flag. If there is such a rank, all ranks compare their reasons and steps separately.
+    Each rank sends a flag: NaN if it has a reason to refuse, or averages its gradients only in an optimizer's step;
+    otherwise infinity after an odd number of optimizer steps, and minus infinity after an even number. The sum of the flags
+    is NaN if a rank has sent NaN, or if the number of steps is odd on some ranks and even on others: their weights then
+    differ. This holds for any dtype and number of ranks. If the sum is NaN, the ranks compare in another call whether they
+    have reasons, whether their numbers of steps are odd, and whether they are in a step. A rank without shards sends no
+    flag. If there is such a rank, the ranks make this call in every exchange.
 
     Attributes:
         flag: a tensor of one number, sent with the last bucket.
@@ -55,6 +58,10 @@ class Refusals:
         hooks: the reducer's parameters.
         steps: the number of steps that the optimizer has taken on this rank, with the current backend.
         has_idle_ranks: True if some ranks have no shards.
+        in_step: True while an optimizer's step averages the gradients, because nothing before it has done so.
+        ranks_in_step: the ranks on which the last exchange was part of a step, while it was part of backward or
+            ``synchronize()`` on this rank. Those ranks use the averages unchanged. Empty with gradients on a GPU, unless
+            the CPU waits for the exchange.
         dropped: True after :meth:`drop_gradients`, until the program calls ``zero_grad`` or a parameter has a gradient.
         sent_dropped: True during an optimizer step that ends an exchange of which a part was sent before the program called
             ``zero_grad``.
@@ -65,7 +72,8 @@ class Refusals:
         self.dropped = self.sent_dropped = False
         self._drop_cause = ""  # why ``dropped`` is true, for the error's message
         self.optimizer: torch.optim.Optimizer | None = None
-        self.allows_copies = self.has_idle_ranks = False
+        self.allows_copies = self.has_idle_ranks = self.in_step = False
+        self.ranks_in_step: list[int] = []
         self.hooks = hooks
         self._forms = Forms([])
         #: The optimizer's parameters, by group, at the last check that found only known parameters and copies.
@@ -76,7 +84,7 @@ class Refusals:
         #: (module id, key) → attribute with a new parameter or module, and the name of a replaced parameter.
         self._replaced: dict[tuple[int, str], tuple[ModuleAttribute, str]] = {}
         self.flag = torch.zeros(1, device="cpu")
-        self._late: _LateFlag | None = None
+        self._late: LateFlag | None = None
 
     def record_parameters(self, named: Named) -> None:
         """Record the ``named`` parameters, whose dtypes, devices and shapes must not change from now on."""
@@ -181,31 +189,32 @@ class Refusals:
 
     # -- over all ranks -------------------------------------------------------------------------------------------
 
-    def set_flag(self, buckets: Sequence[Bucket]) -> None:
-        """Set the flag that is about to be sent."""
-        refused = self.reason(buckets) is not None
-        self.flag.fill_(math.nan if refused else math.inf if self.steps % 2 else -math.inf)
+    def set_flag(self, buckets: Sequence[Bucket], cpu_waits: bool) -> None:
+        """Set the flag that is about to be sent; for ``cpu_waits``, see :meth:`flagged`."""
+        compares = self.in_step and (self.flag.is_cpu or cpu_waits)
+        nan = compares or self.reason(buckets) is not None
+        self.flag.fill_(math.nan if nan else math.inf if self.steps % 2 else -math.inf)
 
     def clear_flag(self) -> None:
         """Set the flag to 0, for each shard of this rank in a step except the last. For the last, see :meth:`set_flag`."""
         self.flag.zero_()
 
     def flagged(self, backend: Backend, buckets: Sequence[Bucket], cpu_waits: bool) -> bool:
-        """Return, on every rank, whether the ranks must refuse the exchange that has ended.
+        """Return, on every rank, whether the ranks must refuse the exchange that has ended. Also sets ``ranks_in_step``.
 
-        They must if the sum of the flags is NaN: see :class:`Refusals`.
-        If some ranks have no shards, the ranks compare their reasons instead; this is collective and blocks. Otherwise,
-        with gradients on a GPU, the CPU reads the flag only if it waits for the exchange anyway. If it does not, a
+        They must if a rank has a reason, or if their numbers of steps differ: see :class:`Refusals`. Collective, and
+        blocks, if the sum of the flags is NaN or some ranks have no shards.
+        With gradients on a GPU, the CPU reads the flag only if it waits for the exchange anyway. If it does not, a
         refusal raises BackendError instead: at once on the rank that has the reason, one step later on the others.
         """
+        self.ranks_in_step = []
         if not buckets:
             return False
-        if self.has_idle_ranks:
-            return self._compare(backend, refuses=self.reason(buckets) is not None)
-        if self.flag.is_cpu or cpu_waits:
-            return math.isnan(self.flag.item())
+        if self.has_idle_ranks or self.flag.is_cpu or cpu_waits:
+            differ = self.has_idle_ranks or math.isnan(self.flag.item())
+            return differ and self._compare(backend, refuses=self.reason(buckets) is not None)
         mine, earlier = self.reason(buckets), self._late is not None and self._late.raised()
-        self._late = self._late or _LateFlag(self.flag)
+        self._late = self._late or LateFlag(self.flag)
         self._late.copy(self.flag)
         if mine is not None:
             raise BackendError(f"rank {backend.job_rank}: {mine}")
@@ -219,8 +228,12 @@ class Refusals:
     def _compare(self, backend: Backend, *, refuses: bool) -> bool:
         """Compare reasons and steps without the flag; return the result of :meth:`flagged`. Collective; blocks."""
         backend.drain()
-        states = agree(backend, Call("refusals of gradients"), 2 if refuses else self.steps % 2)
-        return 2 in states or len(set(states)) > 1
+        mine = 2 if refuses else self.steps % 2
+        states = [divmod(each, 4) for each in agree(backend, Call("refusals of gradients"), 4 * self.in_step + mine)]
+        if not self.in_step:
+            self.ranks_in_step = [rank for rank, (in_step, _) in zip(backend.members, states, strict=True) if in_step]
+        outcomes = {outcome for _, outcome in states}
+        return 2 in outcomes or len(outcomes) > 1
 
     def leave_layout(self, backend: Backend, buckets: Sequence[Bucket], sent: int, cpu_waits: bool) -> None:
         """Send zeros in the remaining buckets of the old layout, before this rank makes a new one. Collective; blocks.
@@ -246,8 +259,7 @@ class Refusals:
             bucket.start()
         for bucket in buckets:
             bucket.finish()
-        if self.has_idle_ranks:
-            self._compare(backend, refuses=True)
+        self._compare(backend, refuses=True)
         states = self._exchange_reasons(backend, _NEW_LAYOUT)
         if not all(reason == _NEW_LAYOUT for reason, _ in states):
             _raise_first(states, backend.members)
@@ -289,21 +301,3 @@ def _raise_first(states: Sequence[tuple[str | None, int]], members: Sequence[int
                 "weights differ; " + _SAME_STEPS
             )
     raise BackendError("a rank could not average its gradients, for a reason that no longer exists")
-
-
-class _LateFlag:
-    """A flag on a GPU that the CPU reads one step later, so that the CPU does not wait for the GPU."""
-
-    def __init__(self, flag: torch.Tensor) -> None:
-        self._value = torch.empty(1, dtype=flag.dtype, device="cpu", pin_memory=True)
-        self._copied = torch.cuda.Event()
-
-    def copy(self, flag: torch.Tensor) -> None:
-        """Start to copy ``flag`` to the CPU. Overwrites the previous flag: call :meth:`raised` before, to read it."""
-        self._value.copy_(flag, non_blocking=True)
-        self._copied.record(torch.cuda.current_stream(flag.device))
-
-    def raised(self) -> bool:
-        """Return whether the flag that was copied last is set. Blocks until that copy has ended."""
-        self._copied.synchronize()
-        return math.isnan(self._value.item())

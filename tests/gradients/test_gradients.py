@@ -331,6 +331,54 @@ def test_a_rank_without_backward_adds_zeros_at_step(spmd):
     spmd.each(no_backward, [(unused,) for unused in UNUSED])
 
 
+def changed_by_some_ranks(backend, change, synchronize):
+    """Change the averages before the step, except on the last rank, which has no backward."""
+    model = perceptron()
+    optimizer = sgd(model, backend, momentum=0.9)
+    for _ in range(2):
+        optimizer.zero_grad()
+        if backend.rank < backend.size - 1:
+            vector_loss(model, backend.rank).backward()
+        if synchronize:
+            optimizer.synchronize()
+        if backend.rank < backend.size - 1 or synchronize:
+            change(model)
+        if backend.rank < backend.size - 1 and not synchronize:
+            last = backend.size - 1
+            with pytest.raises(BackendError, match=rf"rank {backend.rank} has changed .* rank {last} uses them unchanged"):
+                optimizer.step()
+            return
+        optimizer.step()
+        if not synchronize:
+            return
+    assert same_on_all(backend, list(model.parameters()))
+
+
+def clip_norm(model):
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def clamp_data(model):
+    for p in model.parameters():
+        p.grad.data.clamp_(-0.01, 0.01)  # ``.data`` has a version counter of its own
+
+
+def assign_other(model):
+    next(model.parameters()).grad = next(model.parameters()).grad * 0.5
+
+
+def negate(model):
+    list(model.parameters())[-1].grad.neg_()
+
+
+def test_a_change_of_averages_that_a_rank_without_backward_lacks_is_an_error(spmd):
+    spmd.each(changed_by_some_ranks, [(change, False) for change in (clip_norm, clamp_data, assign_other, negate)])
+
+
+def test_a_rank_without_backward_can_change_averages_after_synchronize(typical):
+    typical.each(changed_by_some_ranks, [(clip_norm, True), (clamp_data, True)])
+
+
 def skipped_then_idle(backend, zero_grad):
     """Skip a step on all ranks, as GradScaler can do; in the next step, the last rank has no backward."""
     model = perceptron()

@@ -1,0 +1,65 @@
+"""Refuse a step on averages that this rank has changed and another rank uses unchanged.
+
+A rank that has run no backward pass averages its gradients only in the optimizer's step. If another rank clips the
+averages before its own step, the weights of the two ranks differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dualtrain.errors import BackendError
+from dualtrain.gradients.hooks import reducers_of
+from dualtrain.gradients.slots import Slot
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class StepCheck:
+    """Check of this rank's gradients between an exchange and the optimizer's step.
+
+    Args:
+        slots: the reducer's parameters. Those that other reducers average as well are not checked: each of these reducers
+            replaces ``param.grad``.
+    """
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self._slots = slots
+        self._ranks: list[int] = []
+        self._sums: list[list[int]] = []
+
+    def record(self, ranks: list[int]) -> None:
+        """Record the gradients as they are now, if there are ``ranks`` that use them unchanged. Not collective."""
+        self._ranks = ranks
+        self._sums = _bit_sums(self._slots) if ranks else []
+
+    def refuse_changed(self, rank: int) -> None:
+        """Raise BackendError if a gradient was changed since :meth:`record`. Not collective. ``rank`` is this rank."""
+        if not self._ranks or _bit_sums(self._slots) == self._sums:
+            return
+        raise BackendError(
+            f"rank {rank} has changed the averages of its gradients (by clipping, for example), but rank "
+            f"{self._ranks[0]} uses them unchanged, since it averages only in step(): call synchronize() on every rank "
+            "before you change gradients"
+        )
+
+
+@torch.no_grad()
+def _bit_sums(slots: Sequence[Slot]) -> list[list[int]]:
+    """Return the sums of the bits of every gradient, as integers. Nearly every change of a gradient changes its sum."""
+    return [[_bit_sum(part) for part in _parts(slot.param.grad)] for slot in slots if len(reducers_of(slot.param)) == 1]
+
+
+def _parts(grad: torch.Tensor | None) -> list[torch.Tensor]:
+    """Return the tensors that ``grad`` consists of: none, one, or the indices and values of a sparse gradient."""
+    if grad is None:
+        return []
+    grad = grad.detach()
+    return [grad._indices(), grad._values()] if grad.layout is torch.sparse_coo else [grad]
+
+
+def _bit_sum(part: torch.Tensor) -> int:
+    part = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
+    return int(part.resolve_neg().contiguous().view(_INTEGERS[part.element_size()]).sum())
