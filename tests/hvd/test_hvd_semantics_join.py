@@ -277,7 +277,8 @@ def frozen_at_the_end(backend):
 def test_a_rank_may_join_with_frozen_parameters(real):
     found = real(frozen_at_the_end)
     assert found[-1] == -2
-    assert len(set(found[:-1])) == 1
+    # In the last three steps, the gradient of the rank that has joined counts as zero.
+    assert found[:-1] == pytest.approx([-2 - 3 * (1 - 1 / len(found))] * (len(found) - 1))
 
 
 def after_another_world(backend, steps):

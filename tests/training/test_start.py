@@ -312,7 +312,9 @@ def test_the_rank_that_has_the_newest_checkpoint_sends_it(real, tmp_path):
     assert checkpoint.step_in(rank_0 / "checkpoints" / "step-00000004.safetensors") == 4
     assert not list(rank_1.glob("summary.json"))
     # Now the folders of ranks 0 and 1 have checkpoints, and rank 0's has a summary, so no rank trains.
+    lines = (rank_0 / "metrics.jsonl").read_bytes()
     assert {one["steps"] for one, _ in real(train_on_own_disk, str(tmp_path), "3")} == {6}
+    assert (rank_0 / "metrics.jsonl").read_bytes() == lines
 
 
 def other_run_on_a_disk(backend, folder: str) -> str:
