@@ -22,6 +22,7 @@ OPTIONS = "broadcast_optimizer_state leaves out the options of an optimizer with
 FROZEN = "parameters that are frozen after the optimizer was wrapped get gradients of zeros"
 UNREDUCED = "the gradients of parameters that are added or unfrozen after the optimizer was wrapped are not reduced"
 HALF = "float16 is summed in 16 bits"
+PREDIVIDED = "gradient_predivide_factor is ignored for parameters in groups"
 
 #: Optimizers that count steps in their state, although their updates do not depend on the count.
 _COUNTER_UNUSED = (torch.optim.Adadelta, torch.optim.RMSprop)

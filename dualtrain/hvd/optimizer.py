@@ -167,7 +167,8 @@ class _Optimizer(NativeOptimizer):
         if rounds_sums:
             compat.note(compat.HALF)  # a grouped allreduce rounds the sums to 16 bits, as on Horovod; buckets do not
         if rounds_sums or self.op not in (Average, Sum) or compression not in WIRE_DTYPES:
-            return CallReducer(named, *options, self.op, compression, predivide=self.gradient_predivide_factor)
+            predivide = 1.0 if transfer.before == 1 else self.gradient_predivide_factor
+            return CallReducer(named, *options, self.op, compression, predivide=predivide)
         return ChannelReducer(named, *options, transfer)
 
     def __repr__(self) -> str:

@@ -11,7 +11,7 @@ import torch
 
 from dualtrain.gradients import Transfer
 from dualtrain.gradients.parameters import number_parameters
-from dualtrain.hvd import basics
+from dualtrain.hvd import basics, compat
 from dualtrain.hvd.arithmetic import Sum
 from dualtrain.hvd.compression import AnyCompressor, BF16Compressor, Compression, FP16Compressor
 from dualtrain.hvd.process_sets import ProcessSet
@@ -98,6 +98,9 @@ def transfer_of(
         raise ValueError("groups must consist of torch.Tensor.")
     if len({id(p) for p in listed}) < len(listed):
         raise ValueError("A parameter can only appear once in groups.")
+    if compat.enabled() and predivide != 1 and set(params) <= set(listed):
+        compat.note(compat.PREDIVIDED)
+        predivide = 1.0
     return Transfer(
         before=1 / predivide,
         after=1.0 if op == Sum else None if predivide == 1 else predivide / len(process_set.ranks or [0]),

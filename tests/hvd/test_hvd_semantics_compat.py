@@ -142,6 +142,14 @@ def remade(hvd):
     return trained(hvd, model, hvd.DistributedOptimizer(Factored(model.parameters(), factor=0.5), model.named_parameters()))
 
 
+def grouped(hvd, groups, **options):
+    """Divide gradients by 3 before their sum, and send them in groups."""
+    model = model_of()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    options |= {"gradient_predivide_factor": 3.0, "groups": groups(model)}
+    return trained(hvd, model, hvd.DistributedOptimizer(sgd, model.named_parameters(), **options))
+
+
 #: Scripts that trigger defects, and the defects that must be recorded.
 CASES = {
     "fresh sgd": (lambda hvd: fresh(hvd, "SGD", True, momentum=0.9, weight_decay=0.1), {compat.FRESH_STATE}),
@@ -162,6 +170,11 @@ CASES = {
     "fp16": (lambda hvd: narrow(hvd, 1e-3), {compat.HALF}),
     "fp16, predivide": (lambda hvd: narrow(hvd, 1e-3, gradient_predivide_factor=4.0), {compat.HALF}),
     "fp16 weights": (half, {compat.HALF}),
+    "groups, predivide": (lambda hvd: grouped(hvd, lambda _: 2), {compat.PREDIVIDED}),
+    "fp16, groups, predivide": (
+        lambda hvd: grouped(hvd, lambda model: [list(model.parameters())], compression=hvd.Compression.fp16),
+        {compat.HALF, compat.PREDIVIDED},
+    ),
     "sums": (sums, {compat.HALF}),
 }
 
