@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from numbers import Real
 from typing import Any, Protocol
@@ -38,9 +39,11 @@ def check_own_steps(optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
     losses of the step's closure are averaged, as in the wrapper's step. The wrapper counts each step that has a closure or
     gradients.
     """
-    # An optimizer whose class does not call Optimizer.__init__ runs no hooks. The list is private in torch 2.5 to 2.15.
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        return
+    # An optimizer whose class does not call Optimizer.__init__ runs no hooks, and may lack their dictionaries or have plain
+    # dicts in their place, which take no hooks. The names are private in torch 2.5 to 2.15.
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if not isinstance(getattr(optimizer, name, None), OrderedDict):
+            return
 
     @not_compiled
     def pre_hook(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -227,6 +228,24 @@ def lookaheads(backend):
     assert optimizer.optimizer is base
     plain = wrapped(backend, own)
     assert plain[2].optimizer is plain[1]
+
+
+@pytest.mark.parametrize(("pre_hooks", "post_hooks"), [({}, {}), (OrderedDict(), None)])
+def test_an_optimizer_without_dictionaries_for_step_hooks_is_wrapped(pre_hooks, post_hooks):
+    def steps(backend):
+        def make(p):
+            inner = Lookahead(torch.optim.SGD([p], lr=1.0))
+            inner._optimizer_step_pre_hooks = pre_hooks
+            if post_hooks is not None:
+                inner._optimizer_step_post_hooks = post_hooks
+            return inner
+
+        p, _, optimizer = wrapped(backend, make)
+        p.sum().backward()
+        optimizer.step()
+        assert p.tolist() == [-1, -1]
+
+    run_threads(1, steps)
 
 
 def test_the_attribute_optimizer_comes_from_the_wrapped_optimizer_if_it_has_one(typical):
