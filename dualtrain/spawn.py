@@ -6,6 +6,7 @@ ends the remaining ranks when a rank has failed. The ranks detect and report a f
 
 from __future__ import annotations
 
+import errno
 import logging
 import multiprocessing
 import os
@@ -22,6 +23,7 @@ from types import FrameType
 from dualtrain.console import print_error
 from dualtrain.cores import too_many_ranks, usable_cores
 from dualtrain.errors import UserError
+from dualtrain.files import cure_of
 from dualtrain.launchers import NOT_SAVED, TRY_AGAIN, given_job, new_job, spawned
 from dualtrain.processes import JOB_SIGNALS, LIMIT_CURE, release, signal_at_parents_end, signal_name, start_tracker
 from dualtrain.training.signals import (
@@ -169,9 +171,11 @@ class _Job:
             if self._save or take_early_request():
                 self._send(signal.SIGUSR1)
         except OSError as error:
+            cure = f"the system is short of processes or memory; {LIMIT_CURE}"
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                cure = cure_of(error)
             raise UserError(
-                f"rank {len(self._processes)} of {len(environments)} could not be started ({error}): the system is short "
-                f"of processes or memory; {LIMIT_CURE}"
+                f"rank {len(self._processes)} of {len(environments)} could not be started ({error}): {cure}"
             ) from error
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, earlier)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -247,14 +248,21 @@ def test_a_killed_parent_leaves_no_ranks_behind(start):
     assert wait_until(lambda: all(has_ended(pid) for pid in job.pids.values()))
 
 
-def test_a_failure_to_start_processes_is_reported_and_signal_handlers_are_restored(monkeypatch):
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        (errno.EAGAIN, r"temporarily unavailable\): .*ulimit -u"),
+        (errno.EMFILE, r"open files\): raise the limit of open files \(ulimit -n\)$"),
+    ],
+)
+def test_a_failure_to_start_processes_is_reported_and_signal_handlers_are_restored(monkeypatch, code, said):
     def refuse() -> None:
-        raise BlockingIOError(11, "Resource temporarily unavailable")
+        raise OSError(code, os.strerror(code))
 
     context = SimpleNamespace(Process=lambda **_: SimpleNamespace(start=refuse))
     monkeypatch.setattr("dualtrain.spawn.get_context", lambda method: context)
     earlier = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)]
-    with pytest.raises(UserError, match=r"rank 0 of 2 could not be started .*temporarily unavailable.*ulimit -u"):
+    with pytest.raises(UserError, match=rf"rank 0 of 2 could not be started .*{said}"):
         spawn(len, [], 2)
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)] == earlier
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
