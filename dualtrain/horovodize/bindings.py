@@ -30,7 +30,7 @@ class Bindings:
     If no such block has one, the last one counts, or one of ``HOMES`` if the last is conditional (``except ImportError:``).
 
     An assignment of a module in ``HOMES``, as in ``hvd = horovod.torch``, counts as an import. So does an assignment of the
-    result of a function that imports such a module and returns nothing else, except None.
+    result of a function that imports such a module and returns it, or None, and nothing else.
 
     Args:
         nodes: all nodes of the script in source order.
@@ -148,7 +148,8 @@ class Bindings:
     def _modules_returned(self, nodes: list[ast.AST], imports_of: _ImportsOf) -> Iterator[tuple[str, str]]:
         """Yield (name, full name of the module) for each function that imports and returns a module in ``HOMES``.
 
-        The function may also return None, but nothing else. Leave out methods, and names that are defined several times.
+        The function may also return None, but nothing else. Leave out methods, names that are defined several times, and
+        functions that assign a value to the returned name.
         """
         imports = [(self._scope(node), *bound) for node in nodes for bound in imports_of(node)]
         for function in {scope: None for scope, _, _ in imports if isinstance(scope, ast.FunctionDef)}:
@@ -210,8 +211,8 @@ class Bindings:
     def _is_fallback(self, node: ast.Name) -> bool:
         """Return whether ``node`` is a fallback for an import that fails or is not wanted.
 
-        A fallback is assigned a constant or a module, or is assigned in an exception handler or an ``else``. A name
-        with an annotation and no value, as in ``hvd: Any``, counts too.
+        A fallback is assigned a constant or a module, or is assigned in an exception handler or in the ``else``
+        of an ``if``. A name with an annotation and no value, as in ``hvd: Any``, counts too.
         """
         statement = next((above for above in self._above(node) if isinstance(above, ast.stmt | ast.NamedExpr)), None)
         if isinstance(statement, ast.AnnAssign):

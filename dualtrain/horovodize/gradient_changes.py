@@ -28,7 +28,7 @@ def is_change(source: Source, node: ast.AST) -> bool:
     """Return whether ``node`` changes the gradient ``p.grad`` of a parameter, and calls no function that may average it.
 
     ``node`` may be a call such as ``p.grad.mul_(2)`` or ``torch.clamp_(p.grad, -1, 1)``; an augmented assignment, such as
-    ``p.grad *= 2``; or an assignment, or a call with ``out=p.grad``, that uses the old gradient.
+    ``p.grad *= 2``; or an assignment to ``p.grad``, or a call with ``out=p.grad``, that reads a gradient.
     """
     if isinstance(node, ast.Call):
         changed, out = list[ast.AST](), keyword(node, "out")

@@ -41,7 +41,10 @@ class HorovodUse:
         return self.is_off(test, True) or self.is_off(test, False)
 
     def is_off(self, test: ast.expr, truth: bool, depth: int = 0) -> bool:
-        """Return whether ``test`` has the value ``truth`` only without Horovod, or with one rank, or never."""
+        """Return whether Horovod is off where ``test`` has the value ``truth``: it is not used, or only with one rank.
+
+        Also return True if ``test`` never has this value.
+        """
         if isinstance(test, ast.Constant):
             return bool(test.value) is not truth
         if isinstance(test, ast.NamedExpr):

@@ -66,7 +66,10 @@ _ROOT = str(Path(__file__).parents[2])
 
 
 def home(name: str) -> str | None:
-    """Return the module of dualtrain that replaces the module ``name`` of Horovod, or None. A submodule may not exist."""
+    """Return the module of dualtrain that replaces the module ``name`` of Horovod, or None.
+
+    For a submodule, the result is the name that it would have in dualtrain: the module need not exist.
+    """
     if name in ENGINES:
         return ENGINES[name][0]
     for old, new in REPLACEMENTS.items():

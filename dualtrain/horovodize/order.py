@@ -43,7 +43,7 @@ def nodes_after(source: Source, first: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes that run after ``first``.
 
     These include the nodes of functions that are called later, and of the code after calls of the function that contains
-    ``first``.
+    ``first``. Nodes above ``first`` in a loop, which run after it in the next iteration, are left out.
     """
     seen: set[Scope] = set()
     for node in _following_with_callers(source, first, depth=0):
@@ -96,7 +96,10 @@ def calls_of(source: Source, function: Scope) -> Iterator[ast.Call]:
 
 
 def argument(source: Source, function: Function, call: ast.Call, parameter: str) -> ast.expr | None:
-    """Return what ``call`` passes for ``parameter`` of ``function``; None if it passes nothing, or an unpacked value."""
+    """Return what ``call`` passes for ``parameter`` of ``function``; None if it passes nothing.
+
+    Return None, too, if this argument or an earlier one is unpacked (``*values``).
+    """
     names = source.positional(function)
     position = names.index(parameter) if parameter in names else len(call.args)
     if any(isinstance(one, ast.Starred) for one in call.args[: position + 1]):
@@ -149,7 +152,7 @@ def _inside_called(source: Source, call: ast.Call, seen: set[Scope]) -> Iterator
 
 
 def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield ``node`` and the nodes in it, except those inside function definitions."""
+    """Yield ``node`` and the nodes in it, except those inside functions and lambdas."""
     yield node
     if isinstance(node, Function | ast.Lambda):
         return

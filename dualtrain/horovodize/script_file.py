@@ -15,7 +15,7 @@ from dualtrain.horovodize.wrapped_names import make_program
 
 
 class ScriptFile(NamedTuple):
-    """A script's content: ``data`` is ``text.encode(encoding)``."""
+    """A script's content: ``text`` is ``data.decode(encoding)``."""
 
     name: str
     data: bytes
@@ -63,7 +63,7 @@ def _parse(file: ScriptFile) -> Source:
     try:
         return Source(file.text)
     except SyntaxError as error:
-        line = "" if error.lineno is None else f":{error.lineno}"  # a null byte has no line
+        line = "" if error.lineno is None else f":{error.lineno}"  # the error about a null byte has no line number
         raise UserError(f"{file.name}{line} is not valid Python ({error.msg}): fix it first") from None
     except (ValueError, RecursionError, MemoryError) as error:
         reason = str(error) or "it is nested too deeply"

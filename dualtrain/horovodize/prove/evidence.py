@@ -47,7 +47,7 @@ class Evidence:
         return None
 
     @property
-    def other_platform(self) -> list[str]:
+    def platform_differences(self) -> list[str]:
         """Differences from the platform of --against's record that may affect bits, such as "torch 1.13, here 2.15"."""
         if not self.recorded or not self.dualtrain:
             return []
@@ -57,7 +57,7 @@ class Evidence:
         ]
 
     @property
-    def changed(self) -> str:
+    def script_change(self) -> str:
         """Text that says how the script or its arguments differ from those of --against's record; may be empty."""
         if not self.recorded or not self.dualtrain:
             return ""

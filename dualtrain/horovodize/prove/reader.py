@@ -24,8 +24,8 @@ def read_record(folder: Path, launched: float | None = None) -> RunRecord:
     ``launched`` is the time at which the launcher was started, in seconds since 1970; by default, the start of rank 0.
 
     Raises:
-        UserError: there is no record, it cannot be read, it mixes several runs, a rank's file is missing, or a file is
-            empty or not a record.
+        UserError: there is no record, it cannot be read, it mixes several runs, a rank's file is missing, or a file has no
+            complete line, has another format, or is not a record.
     """
     shown = repr(str(folder))
     try:
@@ -59,7 +59,7 @@ def failure_in(end: dict[str, Any]) -> str:
 
 
 def end_of(path: Path) -> dict[str, Any]:
-    """Return the last line of a rank's file if it records the end of the script, else an empty dict."""
+    """Return the last complete line of a rank's file if it records the end of the script, else an empty dict."""
     lines = _complete_lines(path)
     last: dict[str, Any] = parse_json(lines[-1]) if lines else {}
     return last if last.get("kind") == "end" else {}

@@ -42,10 +42,10 @@ def _cells(runs: Sequence[RunRecord], with_start_up: bool) -> list[str]:
     ]
 
 
-def _interval(found: tuple[float, float, float] | None, unit: str = "") -> str:
-    if found is None:
+def _interval(median_and_range: tuple[float, float, float] | None, unit: str = "") -> str:
+    if median_and_range is None:
         return "–"
-    value, low, high = (f"{each:.3g}" for each in found)
+    value, low, high = (f"{each:.3g}" for each in median_and_range)
     return f"{value}{unit}" if low == high else f"{value} ({low}–{high}){unit}"
 
 

@@ -57,9 +57,9 @@ def verdict_of(evidence: Evidence, causes: Sequence[str], races: Sequence[str] =
     ``causes`` are findings of ``--check`` that may explain a difference between the sides, the likeliest first. ``races``
     are findings that may explain a difference between two runs of one side.
     """
-    verdict = _verdict(evidence, [evidence.changed, *causes] if evidence.changed else causes, races)
-    if evidence.changed and not any(evidence.changed in line for line in (verdict.line, *verdict.details)):
-        verdict.details.insert(0, f"note: {evidence.changed}")
+    verdict = _verdict(evidence, [evidence.script_change, *causes] if evidence.script_change else causes, races)
+    if evidence.script_change and not any(evidence.script_change in line for line in (verdict.line, *verdict.details)):
+        verdict.details.insert(0, f"note: {evidence.script_change}")
     if evidence.dualtrain and not evidence.failure:
         verdict.details += _not_compared(evidence)
     step = _not_finite(evidence.horovod[0])
@@ -103,7 +103,7 @@ def _verdict(evidence: Evidence, causes: Sequence[str], races: Sequence[str]) ->
         return _by_spread(evidence, evidence.difference_of_repeats, races)
     if difference is None:
         return Verdict(f"same bits for {steps}{speed(evidence)}", 0)
-    if evidence.other_platform:
+    if evidence.platform_differences:
         compat = _compat_with_equal_options(evidence)
         options = unequal_options(horovod, dualtrain)
         if compat is not None or not options:
@@ -175,7 +175,7 @@ def _differs(evidence: Evidence, difference: Difference, causes: Sequence[str]) 
             with_defects = f", once these defects of Horovod are reproduced ({_defects(evidence.compat)})"
         elif after is not None:
             details.append(f"with these defects of Horovod reproduced, the weights still differ {where(after)}")
-    recorded_cause = evidence.changed or _cause_in_records(evidence, difference)
+    recorded_cause = evidence.script_change or _cause_in_records(evidence, difference)
     likely = recorded_cause or (
         causes[0] if causes else "no known cause was found; dualtrain horovodize --check lists all findings"
     )
@@ -243,7 +243,7 @@ def _by_tolerance(
     """Compare Horovod's run with dualtrain's first run; with ``compat`` if it is closer or ``compat_required`` is set."""
     horovod = evidence.horovod[0]
     apart, step = distance(horovod, evidence.dualtrain[0])
-    differences = "; ".join(evidence.other_platform)
+    differences = "; ".join(evidence.platform_differences)
     details = [f"first difference: {where(difference)}"]
     with_defects = ""
     if compat is not None and (compat_required or distance(horovod, compat)[0] < apart):

@@ -25,7 +25,7 @@ class Workspace:
 
     Attributes:
         folder: the folder for records and output.
-        shared: the folder for Open MPI's shared memory; ``None`` if there is no file system in memory.
+        shared: the folder for Open MPI's shared memory; ``None`` if it cannot be made in ``/dev/shm``.
         mark: a unique value in the environment of all processes of the runs.
     """
 

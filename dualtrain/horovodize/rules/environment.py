@@ -190,9 +190,9 @@ def variables_of_mpi(source: Source) -> Iterator[Finding]:
     yield from _worst(found)
 
 
-def _worst(found: list[Finding]) -> list[Finding]:
+def _worst(findings: list[Finding]) -> list[Finding]:
     """Return the first finding on code that does not work, or else the first finding, in a list; may be empty."""
-    return sorted(found, key=lambda finding: finding.level != "unsupported")[:1]
+    return sorted(findings, key=lambda finding: finding.level != "unsupported")[:1]
 
 
 #: Words in conditions that may be true under mpirun only.

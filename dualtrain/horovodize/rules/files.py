@@ -219,9 +219,9 @@ def _is_in_own_folder(source: Source, node: ast.AST) -> bool:
 
 
 def _is_under_unknown_flag(source: Source, node: ast.AST) -> bool:
-    """Return whether the write depends on a variable such as ``save`` that the file does not assign.
+    """Return whether the write depends on a variable such as ``save`` that the script does not assign.
 
-    Its value may depend on the rank.
+    Its value may depend on the rank. The script's own options (``args.save``) do not count.
     """
     tests = [test.operand if isinstance(test, ast.UnaryOp) else test for test in Guards.of(source).tests(node)]
     parts = [part for test in tests for part in (test.values if isinstance(test, ast.BoolOp) else [test])]

@@ -73,9 +73,10 @@ _VISIBLE = re.compile(r"visible_devices|get_device|set_visible", re.IGNORECASE)
 
 
 def _uses_first_gpu(source: Source, guards: Guards, call: ast.Call) -> bool:
-    """Return whether ``call`` moves data to ``cuda:0``, or makes it the only value of a variable that the program reads.
+    """Return whether ``call`` moves data to ``cuda:0``, or makes this device for a variable that the program reads.
 
-    If ``call`` moves data to a variable, one of its values must be ``cuda:0``, and no other value may be a different GPU.
+    This variable must have no other value. If ``call`` moves data to a variable, one of that variable's values must be
+    ``cuda:0``, and none may be a different GPU. A call that depends on a condition (:func:`_is_chosen`) does not count.
     """
     name = source.name(call.func)
     if not isinstance(call.func, ast.Attribute) or (name != "torch.device" and call.func.attr != "to"):
@@ -224,9 +225,9 @@ def use_before_init(source: Source) -> Iterator[Finding]:
     block = source.block(start)
     guard = source.parents[start]
     at_top = isinstance(guard, ast.If) and source.parents[guard] is source.tree
-    above = source.tree.body[: source.tree.body.index(guard)] if at_top else []  # type: ignore[arg-type]
+    earlier = source.tree.body[: source.tree.body.index(guard)] if at_top else []  # type: ignore[arg-type]
     for call in source.hvd_calls(*_NEEDS_INIT):
-        before = [*block[: block.index(start)], *above]
+        before = [*block[: block.index(start)], *earlier]
         choices = (ast.BoolOp, ast.IfExp, ast.Lambda, ast.comprehension)
         if source.statement(call) in before and not any(isinstance(above, choices) for above in source.above(call)):
             message = f"{source.hvd(call.func)}() before init() raises an error, on Horovod too; call hvd.init() first"

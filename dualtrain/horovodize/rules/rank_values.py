@@ -130,7 +130,7 @@ def _is_result_of_some_ranks(source: Source, name: ast.Name | ast.Attribute) -> 
 def _is_changed_by_calls(source: Source, name: ast.Name | ast.Attribute) -> bool:
     """Return whether ``name`` is an attribute of an object that only some ranks call, as in ``stopper(loss)``.
 
-    All ranks make the object. The program must not send any values.
+    Calls of its methods count too. All ranks make the object. The program must not send any values.
     """
     if not isinstance(name, ast.Attribute) or not isinstance(name.value, ast.Name) or may_send(source):
         return False

@@ -40,15 +40,15 @@ def rate_times_size(source: Source) -> Iterator[Finding]:
         return  # a script with a warm-up needs no message, and a function of another file may replace the rate
     powers = _Powers(source)
     cyclic_schedules = [call for call in source.calls if source.name(call.func) in _CYCLIC]
-    used = [value for value in _rates(source, cyclic_schedules) if powers.of(value) > 0]
-    yield from (Finding(value.lineno, "trap", _message(source, value)) for value in used)
+    growing = [value for value in _rates(source, cyclic_schedules) if powers.of(value) > 0]
+    yield from (Finding(value.lineno, "trap", _message(source, value)) for value in growing)
     if cyclic_schedules:
         return  # a variable may hold a rate that the schedule replaces
-    names = {last_name(node) for value in used for node in ast.walk(value)}
+    names = {last_name(node) for value in growing for node in ast.walk(value)}
     for target, value, statement in source.assignments:
         name = re.sub(r"^.*[\['.\"]([\w-]+)['\"\]]*$", r"\1", target)
         no_rate = _NO_RATE.search(name) and name not in ("scaled_lr", "lr_scaled", "scaled_learning_rate")
-        if name in names or not _RATE.search(name) or no_rate or any(value is one for one in used):
+        if name in names or not _RATE.search(name) or no_rate or any(value is one for one in growing):
             continue
         times = isinstance(statement, ast.AugAssign) and isinstance(statement.op, ast.Mult)
         given = (last_name(node) for node in ast.walk(value))  # all names in the value: one may be a rate
@@ -63,7 +63,7 @@ def _warms_up(source: Source) -> bool:
 
     These do not count:
 
-    - a keyword argument that is zero;
+    - a keyword argument that is zero, False or None;
     - the warm-up of a time measurement;
     - options that are only declared;
     - torch's CosineAnnealingWarmRestarts.
@@ -105,7 +105,7 @@ def _starts_lower(source: Source, call: ast.Call) -> bool:
 
 
 def _distinguishes(source: Source, value: ast.expr, depth: int = 0) -> bool:
-    """Return whether the function ``value``, or one of the script that it calls, treats some arguments differently."""
+    """Return whether the function ``value``, or a script's function that it calls, treats some arguments differently."""
     function = source.functions.get(last_name(value), value)
     if not isinstance(function, ast.Lambda | Function):
         return False
@@ -142,7 +142,8 @@ def _is_of_measurement(source: Source, node: ast.AST) -> bool:
 def _is_timed(call: ast.Call, name: str | None) -> bool:
     """Return whether ``call`` measures time, or ``name`` (its keyword, or the variable of its result) says that it does.
 
-    A name does not count if ``call`` makes a schedule: by the name of its function, or because it gets an optimizer.
+    A name does not count if ``call`` makes a schedule: by the name of its function, or because it gets an optimizer. Return
+    False if the name of its function says that the rate warms up.
     """
     called, given = ast.unparse(call.func), " ".join(map(last_name, given_values(call)))
     if _WARM_UP.search(last_name(call.func)):
@@ -209,7 +210,7 @@ class _Powers:
         self._sizes = sizes
         #: Power of each variable by its scope and name; attributes and subscripts have no scope.
         self._names: dict[tuple[Scope | None, str], float] = {}
-        self._ends = {
+        self._returned = {
             name: [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and node.value is not None]
             for name, function in source.functions.items()
         }
@@ -241,7 +242,7 @@ class _Powers:
         if isinstance(value, ast.Name | ast.Attribute | ast.Subscript):
             name = ast.unparse(value)
             if isinstance(value, ast.Attribute) and value.attr in self._properties and depth < 4:
-                return max((self.of(end, None, depth + 1) for end in self._ends[value.attr]), default=0.0)
+                return max((self.of(end, None, depth + 1) for end in self._returned[value.attr]), default=0.0)
             if parameters is not None and name in parameters:
                 return parameters[name]
             return next((self._names[key] for key in self._keys(value) if key in self._names), 0.0)
@@ -302,7 +303,7 @@ class _Powers:
             return float(self._is_size(call))
         bound = {parameter.arg: power for parameter, power in zip(function.args.args, powers, strict=False)}
         bound |= {word.arg: self.of(word.value, parameters, depth) for word in call.keywords if word.arg}
-        return max((self.of(end, bound, depth + 1) for end in self._ends[name]), default=0.0)
+        return max((self.of(end, bound, depth + 1) for end in self._returned[name]), default=0.0)
 
     def _is_size(self, value: ast.expr, position: int | None = None) -> bool:
         return "size" in self._sizes and Guards.of(self.source).kinds.kind(value, position) == "size"

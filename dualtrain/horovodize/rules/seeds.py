@@ -175,9 +175,10 @@ _OF_BATCHES = ("__call__", "__getitem__", "forward")
 
 
 def _keeps_random_values(source: Source, library: str) -> bool:
-    """Return whether the script keeps random numbers, other than a model's parameters, that it draws outside of loops.
+    """Return whether the script keeps random numbers that it draws outside of loops and ``_OF_BATCHES``.
 
-    It may assign them to a variable, draw them into a new tensor, or append them to a list; the latter in loops too.
+    Parameters of models do not count. The script may assign the numbers to a variable, draw them into a new tensor, or
+    append them to a list; the latter in loops too.
     """
     for _, value, at in source.assignments:
         if _draws(source, library, value) and not _is_repeated(source, at) and "Parameter(" not in ast.unparse(value):
@@ -251,8 +252,9 @@ def _arguments(source: Source, parameter: ast.Name) -> list[ast.expr]:
 def _per_rank(source: Source, call: ast.Call) -> list[Edit]:
     """Return edits that add the rank to the seed.
 
-    Return no edits if the ranks may need equal random numbers (for a split, or for a value that is drawn once), if the seed
-    is neither a name nor an integer, or if the call is not between ``init`` and the broadcasts of all models.
+    Return no edits if the ranks may need equal random numbers (for a split, the order of samples, or a value that is drawn
+    once), if the seed is neither a name nor an integer, or if the call is not between ``init`` and the broadcasts
+    of all models.
     """
     seed, rank = call.args[0], source.spell("rank", call)
     before = [init for init in source.hvd_calls("init") if init.lineno < call.lineno]

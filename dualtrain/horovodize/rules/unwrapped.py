@@ -124,8 +124,11 @@ def _is_certain(source: Source, wrap: ast.Call) -> bool:
 def _unused_wrappers(source: Source) -> Iterator[tuple[str, str, ast.Call]]:
     """Yield the wrappers that nothing uses, each as (name, original optimizer as text, call that wraps it).
 
-    Only wrappers that every run with Horovod makes exactly once are yielded.
-    Wrappers in a list or dictionary are not yielded, because any use of the list or dictionary may step them.
+    Leave out:
+
+    - wrappers that their function perhaps makes several times, or not at all (:func:`_is_certain`);
+    - wrappers that get the name of the original optimizer;
+    - wrappers in a list or dictionary, because any use of the list or dictionary may step them.
     """
     for name, wrap in source.wraps:
         if not name.isidentifier():
