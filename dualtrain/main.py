@@ -155,8 +155,8 @@ def _train(config: Config, backend: Backend) -> int:
 def _give_up(error: BaseException, backend: Backend) -> int:
     """Print what ended the run, report it to the other ranks, and return the exit status.
 
-    Waits for the other ranks only if all ranks have the same error. After a failure of another rank, waits up to 1 s until
-    that is printed.
+    Waits for the other ranks only if all ranks have the same error. After a failure of another rank, waits up to 1 s for
+    the thread that prints this failure.
     """
     status = _status_of(error, backend.world)
     # After a final error, the printed line says "do not restart": always under torchrun, which starts the same command

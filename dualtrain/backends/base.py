@@ -86,8 +86,8 @@ class Work(ABC, Generic[T_co]):
 
         Raises:
             BackendError: the operation failed or timed out; :class:`~dualtrain.errors.PeerFailedError` if a rank failed.
-            Exception: the error of an asynchronous call, such as ValueError, if all ranks' calls have it, or if it occurred
-                after the ranks had compared their calls.
+            Exception: error in a call with ``_async``, such as ValueError, if every rank's call has the same error, or if
+                it occurred after the ranks had compared their calls.
         """
 
     @abstractmethod
@@ -312,7 +312,7 @@ class Primitives(Waits, ABC):
 
 
 def refuse_other_devices(tensor: torch.Tensor) -> None:
-    """Check that ``tensor``, which is not on the CPU, is on an NVIDIA GPU. The libraries send no other tensors.
+    """Check that ``tensor``, which is not on the CPU, is on a CUDA GPU: the backends send no tensors of other devices.
 
     Raises:
         BackendError: ``tensor`` is on a device of another kind.
@@ -327,7 +327,7 @@ def refuse_other_devices(tensor: torch.Tensor) -> None:
 class Closed:
     """Replacement for the library objects of a closed backend: each use raises BackendError.
 
-    Some calls do not check whether the backend is open, such as sums of gradients, which start in backward.
+    It is for calls that do not check whether the backend is open, such as the sums of gradients that backward starts.
     """
 
     def __getattr__(self, name: str) -> Any:

@@ -143,7 +143,7 @@ def _folder(text: str | None) -> Iterator[Path]:
         yield folder
     except BaseException:
         for path in missing:
-            with suppress(OSError):  # keep a folder that has files; a name that is too long was not made
+            with suppress(OSError):  # a folder with files stays; a folder whose name is too long was not made
                 path.rmdir()
         raise
 

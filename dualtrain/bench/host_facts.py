@@ -1,4 +1,4 @@
-"""Facts about the machine and the moment of a measurement, for the output."""
+"""Facts about the host, and the date and time, for the results of a measurement."""
 
 from __future__ import annotations
 

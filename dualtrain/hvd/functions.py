@@ -29,9 +29,14 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
         root_rank: the rank whose values are copied.
 
     Raises:
-        ValueError: ``params`` is a single tensor, or is not iterable; a value in it is a container of tensors; it has
-            values, but none of them is a tensor; a name occurs twice; a tensor is sparse or quantized, or its elements
-            share memory (``expand``); or ``root_rank`` does not exist.
+        ValueError: in these cases:
+
+            - ``params`` is a single tensor, or is not iterable.
+            - A value in it is a container of tensors.
+            - It has values, but none of them is a tensor.
+            - A name occurs twice, or is not a string.
+            - A tensor is sparse or quantized, or its elements share memory (``expand``).
+            - ``root_rank`` does not exist.
         HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down or is not initialized.
     """
     if isinstance(params, Mapping):
@@ -41,7 +46,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
     else:
         raise ValueError(f"invalid params of type {type(params)}: pass a state_dict or named_parameters")
     named = tensors_among(pairs)
-    # Check all names before the first call: a name is refused only while an earlier call with this name is running.
+    # Check all names here: broadcast_async_ refuses a name only while an earlier call with this name is running.
     counts = Counter(name for name, _ in named if isinstance(name, str) and name)
     if twice := sorted(name for name, count in counts.items() if count > 1):
         raise ValueError(f"names of parameters occur twice: {', '.join(map(repr, twice))}; give each tensor its own name")

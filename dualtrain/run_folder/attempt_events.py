@@ -1,4 +1,4 @@
-"""The events in ``attempts.jsonl``, and what follows from them: the deaths of earlier attempts, and the recoveries."""
+"""The events in ``attempts.jsonl``, and the deaths and recoveries that they show."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ UNKNOWN = "not known"
 
 Event = dict[str, Any]
 _NUMBER = (int, float)
-_OPTIONAL_NUMBER = (int, type(None))
+_OPTIONAL_RANK = (int, type(None))
 #: The fields that each kind of event must have, and their types.
 _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "start": {"attempt": str, "time": _NUMBER, "step": int},
-    "failure": {"attempt": str, "time": _NUMBER, "cause": str, "rank": _OPTIONAL_NUMBER, "requested": bool},
+    "failure": {"attempt": str, "time": _NUMBER, "cause": str, "rank": _OPTIONAL_RANK, "requested": bool},
     "death": {
         "attempt": str,
         "time": _NUMBER,
         "cause": str,
-        "rank": _OPTIONAL_NUMBER,
+        "rank": _OPTIONAL_RANK,
         "requested": bool,
         "step": int,
         "trained": bool,
@@ -36,7 +36,7 @@ _FIELDS: dict[str, dict[str, type | tuple[type, ...]]] = {
     "recovery": {
         "attempt": str,
         "cause": str,
-        "rank": _OPTIONAL_NUMBER,
+        "rank": _OPTIONAL_RANK,
         "step": int,
         "steps_repeated": int,
         "seconds": _NUMBER,

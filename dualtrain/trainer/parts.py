@@ -40,11 +40,11 @@ class Parts(Protocol):
 
     Attributes:
         count: the number of parts of a step; the gradient is the mean of the parts' gradients.
-        number_count: how many numbers a part sends after the step's scalars (``StepScalars``).
+        buffer_number_count: how many numbers about changed buffers a part sends after the step's scalars (``StepScalars``).
     """
 
     count: int
-    number_count: int
+    buffer_number_count: int
 
     @property
     def mine(self) -> Sequence[int]:
@@ -80,7 +80,7 @@ class Parts(Protocol):
 class RankParts:
     """One part of a step on each rank. Running statistics and random numbers differ between ranks."""
 
-    number_count = 0
+    buffer_number_count = 0
     order: Literal["backend"] = "backend"
     mine: Sequence[int] = ()
 

@@ -162,7 +162,7 @@ class Trainer:
             optimizer,
             model.named_parameters(),
             backend=backend,
-            extra=StepScalars.COUNT + self._parts.number_count if piggyback else 0,
+            extra=StepScalars.COUNT + self._parts.buffer_number_count if piggyback else 0,
             transfer=Transfer(dtype=None if piggyback else DTYPES[compress]),
             sum_order=self._parts.order,
         )

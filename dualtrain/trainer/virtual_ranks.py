@@ -68,7 +68,7 @@ class VirtualRanks:
         _order_norms(model, self.order, backend)
         self._buffers = CommonBuffers(model, shards)
         self._fixed = FixedState(model, loss)
-        self.number_count = self._buffers.count
+        self.buffer_number_count = self._buffers.count
         _trainers.setdefault(backend, WeakSet()).add(self)
         if backend.size > shards and backend.rank == 0:
             idle = f"rank {shards} has" if backend.size == shards + 1 else f"ranks {shards} to {backend.size - 1} have"

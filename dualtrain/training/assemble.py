@@ -278,7 +278,7 @@ def check_virtual_ranks(step: StepSection, model: ModelSection, run: RunSection,
 
 
 def compiled(model: nn.Module) -> Forward:
-    """Wrap ``model`` with torch.compile, which compiles in later calls. A call raises UserError if compiling fails."""
+    """Wrap ``model`` with torch.compile, which compiles when the result is called. The call raises UserError on failure."""
     fast = torch.compile(model)
 
     def forward(inputs: torch.Tensor) -> torch.Tensor:

@@ -253,7 +253,9 @@ def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
 def restore_best(
     trainer: Trainer, cursor: Cursor, saved: dict[str, Any], folder: Path, other: Path | None, lock: FolderLock
 ) -> bool:
-    """Restore the files of the best evaluation that ``cursor`` names. Collective. A kill may have prevented their writing.
+    """Restore missing files of the best evaluation that ``cursor`` names. Collective.
+
+    They are missing if the run was killed before it wrote them.
 
     Args:
         trainer: holds the state of ``saved``, before and after this call.
@@ -289,7 +291,7 @@ def restore_best(
 def _find_best(folder: Path, other: Path | None, step: int, lock: FolderLock) -> tuple[bool, dict[str, Any] | None]:
     """Return whether there is a checkpoint of ``step``, and its trainer state if its weights must be written again.
 
-    If it is not the file of the best checkpoint yet, link it there.
+    If the checkpoint is in another file than the best checkpoint's, link it to that file.
 
     Raises UserError if a file that may be this checkpoint cannot be read now, SupersededError, or OSError.
     """

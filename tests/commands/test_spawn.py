@@ -120,7 +120,7 @@ def test_every_rank_gets_its_rank_and_the_unchanged_arguments(start):
         ("if rank == 1: os.kill(os.getpid(), 40)", 168, "rank 1 of 2 was ended by signal 40; the job stops"),
         (IGNORE_SIGTERM + "if rank == 1: return 5", 5, ""),
     ],
-    ids=["refuses", "is killed", "is ended by a signal without a name", "fails beside a rank that ignores SIGTERM"],
+    ids=["refuses", "is killed", "is ended by a signal without a name", "fails while another rank ignores SIGTERM"],
 )
 def test_a_rank_that_fails_ends_the_job_and_gives_its_status(start, body, status, said):
     job = start(f"{body}\n{WAIT}", settings=QUICK)

@@ -938,7 +938,10 @@ def test_extra_scalars_are_summed_with_the_gradients(typical):
 
 
 def sums_extra_scalars_once(backend):
-    """Clip averages that are all zero. ``synchronize`` then reduces again, as if the program had zeroed the gradients."""
+    """Clip averages that are all zero. ``synchronize`` then reduces the gradients again, as if the program had zeroed them.
+
+    The extra scalars keep their sums.
+    """
     model = torch.nn.Linear(3, 2)
     optimizer = sgd(model, backend, extra=2)
     for _ in range(2):

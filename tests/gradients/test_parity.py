@@ -1,4 +1,4 @@
-"""Weights have the same bits with both backends, with torch's DDP, and with Horovod's own optimizer."""
+"""Weights have the same bits with the torch and the Horovod backend, with torch's DDP, and with Horovod's own optimizer."""
 
 from __future__ import annotations
 

@@ -155,7 +155,10 @@ def test_an_adasum_optimizer_calls_the_closure_with_gradients_enabled(real):
 
 
 def scaled(backend):
-    """Call ``scaler.step``. In step 1, the gradient of rank 0 is infinite: a fused step of rank 0 contributes no change."""
+    """Call ``scaler.step`` without and with a fused optimizer. In step 1, the gradient of rank 0 is infinite.
+
+    The fused step of rank 0 then contributes no change.
+    """
     with library(backend) as hvd:
         for fused in (False, True):
             weights = torch.nn.Parameter(torch.zeros(2))

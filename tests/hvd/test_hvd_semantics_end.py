@@ -233,12 +233,12 @@ def test_timelines_have_horovods_events(real, tmp_path):
         assert times == sorted(times)
 
 
-#: What a call has on its line of the timeline.
-PAIR = [("NEGOTIATE_ALLREDUCE", "B"), ("NEGOTIATE_ALLREDUCE", "E"), ("ALLREDUCE", "B"), ("ALLREDUCE", "E")]
+#: The activities of one call on its line of the timeline: (name, phase).
+CALL_ACTIVITIES = [("NEGOTIATE_ALLREDUCE", "B"), ("NEGOTIATE_ALLREDUCE", "E"), ("ALLREDUCE", "B"), ("ALLREDUCE", "E")]
 
 
 def lines_of(events):
-    """Return line's name → (name, phase) of the activities on this line."""
+    """Return a map of the name of each line to the activities on this line: (name, phase)."""
     lines = {event["args"]["name"]: event["pid"] for event in events if "name" in event.get("args", ())}
     return {
         line: [(event["name"], event["ph"]) for event in events if event["pid"] == number and event["ph"] in "BE"]
@@ -261,7 +261,7 @@ def traced_in_a_set(backend, folder):
 @OURS_2
 def test_a_call_on_a_process_set_has_one_line_on_the_timeline(real, tmp_path):
     lines = lines_of(real(traced_in_a_set, str(tmp_path))[0])
-    assert [activities for line, activities in lines.items() if line.startswith("allreduce.x")] == [PAIR]
+    assert [activities for line, activities in lines.items() if line.startswith("allreduce.x")] == [CALL_ACTIVITIES]
 
 
 def traced_late(backend, folder):
@@ -293,7 +293,7 @@ def test_a_timeline_has_calls_that_began_before_it_and_a_line_per_gradient(real,
     events = real(traced_late, str(tmp_path))[0]
     lines = lines_of(events)
     for line, times in {"allreduce.early": 1, "allreduce.weight": 2, "allreduce.bias": 2}.items():
-        assert lines[line] == PAIR * times
+        assert lines[line] == CALL_ACTIVITIES * times
     names = {event["name"] for event in events if event["name"].startswith("NEGOTIATE")}
     assert names == {"NEGOTIATE_ALLREDUCE", "NEGOTIATE_CHANNEL", "NEGOTIATE_BARRIER"}
 

@@ -55,7 +55,7 @@ def test_a_set_is_added_used_and_removed(fresh):
 
 
 def several_sets(backend):
-    """Use three sets at the same time. Also try invalid sets, remove and reuse a set's id, and call ``init`` again."""
+    """Use three sets at the same time. Also try invalid sets, remove a set and reuse its id, and call ``init`` again."""
     with library(backend) as hvd:
         me = hvd.rank()
         for wrong in ([], [0, 0], [-1], [3], [0, 7]):
@@ -158,7 +158,7 @@ def split_sets(backend):
 
 
 @OURS_3
-def test_a_communicator_with_different_ranks_on_each_process_makes_a_set_of_each_part(real):
+def test_a_split_communicator_makes_one_process_set_of_each_part(real):
     real(split_sets)
 
 

@@ -161,7 +161,7 @@ def weight_of_images(backend):
     trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), backend=backend, compress="fp16")
     inputs, targets = torch.full((3, 1, 30_000), 10.0), torch.zeros(3, 30_000, dtype=torch.int64)
     # The second argument is the expected weight of the step. Gradients are sent after multiplication by real weight /
-    # expected weight. If each pixel had weight 1, they would not fit into fp16.
+    # expected weight. If each pixel had weight 1, the gradients would not fit into fp16.
     step = trainer.step([(inputs, targets)], 3.0 * backend.size)
     trainer.close()
     return step.totals[1]
@@ -176,7 +176,7 @@ def test_without_ignored_pixels_each_sample_of_a_step_has_weight_1():
     assert run_threads(2, weight_of_images) == [6.0, 6.0]
 
 
-LENGTHS = 3, 9, 5, 2, 7, 4  # of the batches of sequences
+LENGTHS = 3, 9, 5, 2, 7, 4  # the length of the sequences in each batch
 
 
 def sequences(kind):
@@ -399,7 +399,7 @@ def test_a_batch_in_which_an_objective_counts_nothing_has_no_effect(form):
         torch.testing.assert_close(found, whole)
 
 
-def test_a_dict_of_targets_has_as_many_samples_as_its_tensors():
+def test_samples_of_a_dict_of_targets_are_counted_in_its_tensors():
     def body(backend, parts):
         model = nn.Linear(7, 6)
         nn.init.eye_(model.weight)
