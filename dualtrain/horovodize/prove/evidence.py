@@ -15,7 +15,7 @@ class Evidence:
     """The records of all runs.
 
     Attributes:
-        horovod: the records of the runs on Horovod, or the record given by --against. The first one has all steps.
+        horovod: the records of the runs on Horovod, or the record given by --against. The first one is of the full run.
         dualtrain: the records of the runs with dualtrain, without Horovod's defects; the first one is the longest.
         compat: the record of the full run in which dualtrain reproduced Horovod's defects; ``None`` if this run failed or
             reproduced no defect. Also ``None`` if dualtrain's full run without the defects had the same weights and

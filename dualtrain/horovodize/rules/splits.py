@@ -25,9 +25,9 @@ def different_splits(source: Source) -> Iterator[Finding]:
             given = "generator=torch.Generator().manual_seed(0)"
         elif name == "sklearn.model_selection.train_test_split":
             ordered = [word for word in call.keywords if word.arg == "shuffle" and ast.unparse(word.value) == "False"]
-            parts = bool(call.args) and is_sharded(source, call.args[0])
+            sharded = bool(call.args) and is_sharded(source, call.args[0])
             seeded = (
-                any(map(seeds_numpy, source.files)) or keyword(call, "random_state") is not None or bool(ordered) or parts
+                any(map(seeds_numpy, source.files)) or keyword(call, "random_state") is not None or bool(ordered) or sharded
             )
             given = "random_state=0"
         else:
