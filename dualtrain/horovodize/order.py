@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import argument_at, last_name
+from dualtrain.horovodize.nodes import argument_at, keyword, last_name
 from dualtrain.horovodize.source import Function, Scope, Source
 
 #: Full names of modules, functions and classes by which one process, the driver, runs a function on all ranks.
@@ -98,10 +98,12 @@ def calls_of(source: Source, function: Scope) -> Iterator[ast.Call]:
 def argument(source: Source, function: Function, call: ast.Call, parameter: str) -> ast.expr | None:
     """Return what ``call`` passes for ``parameter`` of ``function``; None if it passes nothing.
 
-    Return None, too, if this argument or an earlier one is unpacked (``*values``).
+    Return None, too, if it is a positional argument, and this or an earlier one is unpacked (``*values``).
     """
-    names = source.positional(function)
-    position = names.index(parameter) if parameter in names else len(call.args)
+    named, names = keyword(call, parameter), source.positional(function)
+    if named is not None or parameter not in names:
+        return named
+    position = names.index(parameter)
     if any(isinstance(one, ast.Starred) for one in call.args[: position + 1]):
         return None
     return argument_at(call, position, parameter)

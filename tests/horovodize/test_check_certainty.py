@@ -112,6 +112,14 @@ CASES = [
         f"{INIT}def save(path):\n    torch.save(x, path)\nsave(**{{'path': 'x'}})",
         f"{INIT}def save(path):\n    torch.save(x, path)\nsave(**{{'path': str(hvd.rank())}})",
     ),
+    *(
+        (
+            "saved_by_all_ranks",  # no finding if a keyword argument after an unpacked one depends on the rank
+            f"{INIT}def save({parameters}):\n    torch.save(x, path)\nsave(*states, path='x')",
+            f"{INIT}def save({parameters}):\n    torch.save(x, path)\nsave(*states, path=str(hvd.rank()))",
+        )
+        for parameters in ("*states, path", "folder, path")
+    ),
     (
         "saved_by_all_ranks",  # no finding if the condition has a name like save_logs: it may be true on one rank only
         f"{INIT}if args.epochs:\n    torch.save(x, 'x')",
