@@ -30,8 +30,8 @@ LIBRARIES = ("dualtrain.", "horovod.", "torch.")
 def may_average(source: Source) -> bool:
     """Return whether the program may average gradients or weights without Horovod's optimizer.
 
-    It may do so by hooks, by functions with names such as ``average_gradients``, by collectives near parameters, or by
-    DistributedDataParallel and similar libraries.
+    It may do so by hooks, by functions with names such as ``average_gradients``, by collectives in a function that also
+    uses gradients or parameters, or by DistributedDataParallel and similar libraries.
     """
     calls = (file.name(call.func) for file in source.files for call in file.calls)
     if has_gradient_hooks(source) or any(map(_WRAPPERS.search, calls)):
@@ -86,7 +86,7 @@ def averaging_functions(source: Source) -> set[str]:
 def synchronizing_functions(file: Source) -> set[str]:
     """Return the names of the functions and methods of one file that, judging by the names they call, average gradients.
 
-    Functions that call such functions count too.
+    Functions that call such functions count too. Calls of functions in ``LIBRARIES`` do not count.
     """
     calls = (call for call in file.calls if averages_in_step(last_name(call.func)))
     scopes = {file.scope(call) for call in calls if not file.name(call.func).startswith(LIBRARIES)}

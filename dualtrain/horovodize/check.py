@@ -22,7 +22,7 @@ _LEVELS = ("trap", "unsupported", "differs")
 
 
 def check(files: Sequence[str]) -> int:
-    """Print the findings in ``files``; for a folder, in its files that import horovod.
+    """Print the findings in ``files``; for a folder, in its files that import horovod or its replacement.
 
     Return the exit status, which is 2 after an error.
     """
@@ -38,7 +38,7 @@ def check(files: Sequence[str]) -> int:
 
 
 def _print_findings(sources: Mapping[str, Source], without_horovod: int, unreadable: Sequence[str]) -> int:
-    """Print the findings, a line about the skipped files, and the summary. Return the exit status."""
+    """Print the findings, a line about the skipped files if there are any, and the summary. Return the exit status."""
     found: dict[str, list[Finding]] = {}
     for name, source in sources.items():
         found[name] = findings(source)
@@ -85,7 +85,7 @@ def findings(source: Source) -> list[Finding]:
 
     Lines that never run, or run only without Horovod or with one rank, have no findings. Functions that nothing uses have
     only findings of the level "unsupported". A script that does not import Horovod has none, unless a file of its program
-    wraps an optimizer.
+    wraps an optimizer. No finding has edits if another module may have horovod.torch's name (``may_have_stub``).
     """
     if not source.uses_horovod and not source.wrapped:
         return []
@@ -114,7 +114,7 @@ def status(found: Iterable[Finding]) -> int:
 
 
 def summary(sources: Iterable[Source], found: Iterable[Finding]) -> str:
-    """Return a line with the number of files, and the number of findings of each level, or that no file uses Horovod."""
+    """Return a line with the number of files and of the findings of each level, or that says that no file uses Horovod."""
     sources, levels = list(sources), Counter[str](finding.level for finding in found)
     read = f"{len(sources)} file{'s' * (len(sources) != 1)} read"
     if not any(source.uses_horovod for source in sources):

@@ -43,7 +43,8 @@ def find_sources(names: Sequence[str]) -> Found:
     A file that is in several of the folders, or is also named itself, is read once.
 
     Raises:
-        UserError: a named file cannot be read, or is not valid Python; no Python file can be found in a named folder.
+        UserError: a named file cannot be read, is a notebook, or is not valid Python; or no Python file can be
+            found in a named folder.
     """
     folders = [name for name in names if os.path.isdir(name)]
     files = [name for name in names if name not in folders]
@@ -71,8 +72,8 @@ def find_sources(names: Sequence[str]) -> Found:
 def _python_files(folder: str, unreadable: list[str]) -> Iterator[str]:
     """Yield the Python files below ``folder`` in order, except in hidden folders, virtual environments and ``_LEFT_OUT``.
 
-    Folders that cannot be read are added to ``unreadable``. The current folder is printed to standard error, at most
-    every ``_PROGRESS_PERIOD`` seconds.
+    Folders that cannot be read are added to ``unreadable``. The folder that is being read is printed to standard error,
+    at most every ``_PROGRESS_PERIOD`` seconds.
 
     Raises:
         UserError: after the last folder, if there was no such file.

@@ -57,8 +57,9 @@ class Guards:
     def signature(self, test: ast.expr, depth: int = 0) -> tuple[bool, str] | None:
         """Return a normal form of ``test``: whether it is true on one rank only, and its comparison, as in "rank == 0".
 
-        Return None if ``test`` does not certainly separate one rank from all others. Two conditions are opposites if their
-        comparisons are equal and the first elements differ.
+        The comparison also contains the other operands of ``and``: "rank == 0 and verbose". Return None if ``test`` does
+        not certainly separate one rank from all others. Two conditions are opposites if their comparisons are equal and the
+        first elements differ.
         """
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             inner = self.signature(test.operand, depth)
@@ -172,7 +173,7 @@ class Guards:
         return [test for test, _ in self._conditions(node)]
 
     def is_conditional(self, node: ast.AST) -> bool:
-        """Return whether ``node`` may be skipped or repeated, by a condition, a case, a loop or an exception handler.
+        """Return whether ``node`` may be skipped or repeated, by a condition, a case, a loop or a ``try``.
 
         A test of ``__name__`` does not count. An earlier exit counts only if it is taken only without Horovod or with one
         rank.
@@ -258,7 +259,7 @@ class Guards:
         return self._conditions_of[statement]
 
     def _exits(self, block: list[ast.stmt]) -> Iterator[tuple[ast.expr, bool]]:
-        """Yield each condition of an exit in ``block``, and the value that it must have so that later code runs."""
+        """Yield each condition of an exit in ``block``, and the value with which the code after the exit runs."""
         for statement in block:
             if isinstance(statement, ast.If) and self.leaves(statement.body):
                 yield statement.test, False

@@ -1,6 +1,7 @@
 """Change a script's imports of Horovod to imports of dualtrain: all of them, or none.
 
-Imports of modules other than ``horovod.torch`` stay if they are guarded (``is_guarded``) in a ``try`` of their own.
+Imports of modules other than ``horovod.torch`` stay if they are guarded (``is_guarded``), and no import of
+``horovod.torch`` is in the same ``try``.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def import_edits(source: Source, initialized: bool) -> tuple[list[Finding], list
 
 
 def _asks_for_horovod(source: Source) -> bool:
-    """Return whether the file checks if Horovod is installed: by ``import horovod`` in ``try``, or by looking it up."""
+    """Return whether the file checks if Horovod is installed: by a guarded ``import horovod``, or by looking it up."""
     for node in source.nodes:
         if isinstance(node, ast.Import) and any(alias.name == "horovod" for alias in node.names):
             if is_guarded(source, node):

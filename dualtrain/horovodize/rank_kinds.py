@@ -79,7 +79,10 @@ class RankKinds:
         return found
 
     def _kind_of_result(self, called: ast.expr, position: int | None) -> str:
-        """Return which of ``_KINDS`` a function of the program returns. Ignore constants and torch's ranks."""
+        """Return which of ``_KINDS`` a function of the program returns, or has at ``position`` of its tuple; else "".
+
+        Constants and torch's ranks are ignored.
+        """
         found = self.function(called)
         if found is None:
             return ""
@@ -92,8 +95,8 @@ class RankKinds:
                 tuples = (each.elts for each in results if isinstance(each, ast.Tuple))
                 parts = [elements[position] for elements in tuples if position < len(elements)]
                 results = parts if len(parts) == len(results) else []
-            own = [each for each in results if not _is_constant(each) and not kinds._is_of_torch(each)]
-            kinds._kinds[function, position] = _only(map(kinds.kind, own))
+            counted = [each for each in results if not _is_constant(each) and not kinds._is_of_torch(each)]
+            kinds._kinds[function, position] = _only(map(kinds.kind, counted))
         return kinds._kinds[function, position]
 
     def _is_of_torch(self, value: ast.expr) -> bool:
@@ -103,7 +106,7 @@ class RankKinds:
         """Return the function of the program that ``called`` names, with the kinds of its file; None if it is unknown.
 
         Methods, and names that are defined several times or also assigned, are unknown. A function of another file is known
-        only if no third file defines it, and if its name, or the name of a module, is imported.
+        only if no third file defines it, and if its name, or the module in ``module.name``, is imported.
         """
         name = last_name(called)
         if isinstance(called, ast.Name) and name in self.source.functions:

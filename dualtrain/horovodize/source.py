@@ -435,13 +435,13 @@ class Source:
         return next(block for block in blocks if isinstance(block, list) and statement in block)
 
     def is_caught(self, node: ast.AST, errors: str) -> bool:
-        """Return whether there is a ``try`` around ``node`` for :meth:`catching_try`."""
+        """Return whether :meth:`catching_try` finds a ``try``."""
         return self.catching_try(node, errors) is not None
 
     def catching_try(self, node: ast.AST, errors: str) -> ast.Try | None:
         """Return the innermost ``try`` with ``node`` in its body that catches an exception whose name matches ``errors``.
 
-        A bare ``except:`` is matched as if it were ``except Exception:``.
+        Return None if there is none. A bare ``except:`` is matched as if it were ``except Exception:``.
         """
         below = node
         for above in self.above(node):
@@ -470,12 +470,13 @@ class Source:
         1. The node ``branch``.
         2. The condition's text without ``not``. If the condition contains a parameter (other than ``self`` and ``args``) of
            the function around it, the key also contains this function.
-        3. A variable that must be equal to a constant where ``below`` runs. The value is this constant.
+        3. A variable that certainly keeps its value, and must be equal to a constant where ``below`` runs; with the
+           function as in key 2. The value is this constant.
 
         If the condition contains a call or ``:=``, only the first key is yielded, because the condition's value may change
         between two evaluations.
         """
-        arm = _arm(branch, below)
+        arm = _is_in_body(branch, below)
         yield branch, arm
         test = getattr(branch, "test", branch)
         while isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
@@ -530,7 +531,7 @@ def _in_order(node: ast.AST) -> Iterator[ast.AST]:
         yield from _in_order(child)
 
 
-def _arm(branch: ast.AST, below: ast.AST) -> bool:
+def _is_in_body(branch: ast.AST, below: ast.AST) -> bool:
     """Return whether ``below`` is in the body of the ``if`` statement or expression ``branch``, not in its ``else``."""
     body = getattr(branch, "body", None)
     return below in body if isinstance(body, list) else below is body

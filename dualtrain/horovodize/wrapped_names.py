@@ -20,9 +20,9 @@ def make_program(sources: Sequence[Source]) -> None:
 def _wrapped_names(sources: Sequence[Source]) -> set[str]:
     """Return the names of the variables of a program that hold an hvd.DistributedOptimizer.
 
-    These are the variables to which an hvd.DistributedOptimizer is assigned. Copies of such a variable count too, and so
-    do parameters to which it is passed, if the program defines the called function only once. But a name to which the
-    program assigns an unwrapped optimizer counts neither as a copy nor as a parameter.
+    These are the variables to which an hvd.DistributedOptimizer is assigned. Copies of such a variable (not of an
+    attribute) count too, and so do parameters to which it is passed, if the program defines the called function only once.
+    But a name to which the program assigns an unwrapped optimizer counts neither as a copy nor as a parameter.
     """
     names = set().union(*(source.wrapped for source in sources))
     plain = {name for source in sources for name in source.plain_optimizers}
