@@ -58,11 +58,11 @@ def sources_of(program: Sequence[str]) -> dict[Path, Source]:
 
 
 def likely_causes(sources: Mapping[Path, Source], rules: Sequence[Rule] = CAUSES) -> list[str]:
-    """Return the lines of a program that may give different numbers on Horovod and dualtrain, the likeliest first.
+    """Return the findings in a program that may explain a difference, each as "path:line: message".
 
     Args:
         sources: what :func:`sources_of` has returned.
-        rules: the rules whose findings are returned, in this order.
+        rules: the rules whose findings are returned, in this order; by default, the likeliest causes come first.
     """
     found = {path: _findings(source, rules) for path, source in sources.items()}
     return [f"{path}:{each}" for number in range(len(rules)) for path in found for each in found[path][number]]
@@ -71,7 +71,8 @@ def likely_causes(sources: Mapping[Path, Source], rules: Sequence[Rule] = CAUSES
 def _findings(source: Source, rules: Sequence[Rule]) -> list[list[str]]:
     """Return, for each rule, the lines with a finding, and their messages.
 
-    Leave out lines that run only without Horovod or with one rank; return no lines if the code is nested too deeply.
+    Leave out lines that run only without Horovod or with one rank, or never; return no lines if the code is nested too
+    deeply.
     """
     try:
         off = Guards.of(source).lines_without_horovod()
@@ -96,7 +97,10 @@ def _sources(start: Sequence[Path], folder: Path) -> dict[Path, Source]:
 
 
 def _imports(source: Source, path: Path, folder: Path) -> Iterator[Path]:
-    """Yield the files that the imports in ``source`` may load from ``folder``; they need not exist."""
+    """Yield the files that the imports in ``source`` may load; they need not exist.
+
+    Absolute imports are looked up in ``folder``, and relative ones in the folder of ``path`` or above it.
+    """
     for node in source.nodes:
         names: list[Path] = []
         if isinstance(node, ast.Import):

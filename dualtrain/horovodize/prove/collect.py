@@ -14,7 +14,7 @@ from dualtrain.horovodize.prove.launch import Job, RunError, Side
 from dualtrain.horovodize.prove.records import RunRecord
 
 
-def collect(job: Job, rounds: int, recorded: RunRecord | None) -> Evidence:
+def collect(job: Job, rounds: int, record: RunRecord | None) -> Evidence:
     """Run the script on both sides, and return the records.
 
     The runs, in this order (if Horovod's run was recorded earlier, only those with dualtrain):
@@ -22,10 +22,11 @@ def collect(job: Job, rounds: int, recorded: RunRecord | None) -> Evidence:
     - A run on Horovod.
     - A run with dualtrain that reproduces Horovod's defects. If the script meets none of them, this run also counts as the
       run without defects.
-    - If the script meets some, a run with dualtrain without defects, which is shorter if that is enough. If a shorter run
-      finds no difference, or the run with defects ends differently than Horovod's, a full one follows.
+    - If the script meets some, a run with dualtrain without defects, which may be shorter to save steps. A full one follows
+      a shorter one if this one's weights do not differ from Horovod's, or if the run with defects ends differently than
+      Horovod's.
     - If the run with defects fails, a full run without them.
-    - If both sides agree, the other rounds. They only measure the speed; the side that runs first alternates.
+    - If both sides agree, the second and later rounds. They only measure the speed; the side that runs first alternates.
     - If the weights differ, but optimizers, steps and exit status do not, a second run on Horovod, and one with dualtrain
       if ``rounds`` is above 1 and steps are left, or if Horovod's run was recorded. They show whether runs of the same side
       agree. Each round after the third then adds a full run on each side.
@@ -33,11 +34,16 @@ def collect(job: Job, rounds: int, recorded: RunRecord | None) -> Evidence:
     The module ``plan`` computes the numbers of steps. If a run without defects fails with dualtrain, no more runs follow:
     the traceback is printed, and ``Evidence.failure`` is the error.
 
+    Args:
+        job: the script and its full runs.
+        rounds: the requested number of rounds. A round is a run on each side; in the first one, the runs are full.
+        record: the record of Horovod's earlier run, or ``None``.
+
     Raises:
-        RunError: the script failed on Horovod.
+        RunError: a run on Horovod failed, hung, or took no step.
         UserError: a run's record cannot be read, or lacks a rank.
     """
-    runs = _Runs(job, rounds, recorded)
+    runs = _Runs(job, rounds, record)
     try:
         runs.first()
         if agrees(runs.evidence):
@@ -62,10 +68,10 @@ class _DualtrainError(Exception):
 class _Runs:
     """The runs of one ``--prove`` so far, and the number of steps that they took."""
 
-    def __init__(self, job: Job, rounds: int, recorded: RunRecord | None) -> None:
+    def __init__(self, job: Job, rounds: int, record: RunRecord | None) -> None:
         self.job, self.rounds = job, rounds
-        self.evidence = Evidence([] if recorded is None else [recorded], [], recorded=recorded is not None)
-        self.sides: list[Side] = ["Horovod", "dualtrain"] if recorded is None else ["dualtrain"]
+        self.evidence = Evidence([] if record is None else [record], [], recorded=record is not None)
+        self.sides: list[Side] = ["Horovod", "dualtrain"] if record is None else ["dualtrain"]
         self.spent = self.count = 0
 
     @property
@@ -73,11 +79,14 @@ class _Runs:
         return plan.steps_left(self.evidence.horovod[0].steps, self.spent)
 
     @property
-    def marks(self) -> list[int]:
-        return plan.marks(self.evidence.horovod[0])
+    def summary_steps(self) -> list[int]:
+        return plan.steps_with_summary(self.evidence.horovod[0])
 
     def first(self) -> None:
-        """Run the script in full on each side and, if it meets defects of Horovod or fails with them, without them too."""
+        """Run the script in full on each of ``sides``.
+
+        If it meets defects of Horovod with dualtrain, or fails with them, also run it without them.
+        """
         evidence = self.evidence
         if not evidence.recorded:
             evidence.horovod.append(self._run("Horovod"))
@@ -106,8 +115,8 @@ class _Runs:
         if agrees(self.evidence):
             reserve = plan.speed_reserve(steps, self.rounds, len(self.sides))
         else:
-            reserve = plan.repeat_reserve(self.marks, self.left)
-        return plan.plain_steps(self.marks, compat.first_defect, self.left - reserve)
+            reserve = plan.repeat_reserve(self.summary_steps, self.left)
+        return plan.plain_steps(self.summary_steps, compat.first_defect, self.left - reserve)
 
     def measure(self) -> None:
         """Run the other rounds, which only measure the speed, because the sides agree."""
@@ -116,17 +125,18 @@ class _Runs:
             self._round(number, steps_of_round)
 
     def repeat(self) -> None:
-        """Run each side again, if possible up to the step at which the sides differ, to see whether its runs agree.
+        """Run one or both sides again, if possible up to the first difference, to see whether the runs of a side agree.
 
-        Then make the rounds after the third.
+        If Horovod's run was recorded earlier, run only dualtrain. Otherwise run Horovod, and dualtrain only with more than
+        one round and enough steps left. Then make the rounds after the third.
         """
         evidence, horovod = self.evidence, self.evidence.horovod[0]
         difference = first_difference(horovod, evidence.full)
         needed = 0 if difference is None else plan.steps_to_reach(difference, horovod)
         if evidence.recorded:
-            self._plain(plan.repeated_steps(self.marks, needed, self.left))
+            self._plain(plan.repeated_steps(self.summary_steps, needed, self.left))
         else:
-            again = plan.repeated_steps(self.marks, needed, self.left - plan.SHORTEST)
+            again = plan.repeated_steps(self.summary_steps, needed, self.left - plan.SHORTEST)
             evidence.horovod.append(self._run("Horovod", again))
             if self.rounds > 1 and self.left >= plan.SHORTEST:
                 self._plain(min(self.left, max(needed, plan.SHORTEST)))
@@ -134,7 +144,7 @@ class _Runs:
             self._round(number)
 
     def _round(self, number: int, steps: int | None = None) -> None:
-        """Run the script on each side. The side that runs first alternates from round to round."""
+        """Run the script on each of ``sides``. The side that runs first alternates from round to round."""
         for side in self.sides[:: 1 if number % 2 == 0 else -1]:
             if side == "Horovod":
                 self.evidence.horovod.append(self._run(side, steps))

@@ -19,8 +19,9 @@ class Difference:
         optimizer: the optimizer's index; 0 if ``at_end`` is set.
         rank: the first rank on which the weights differ.
         names: the tensors that differ.
-        relative: the largest difference of these tensors, relative to their norms, after step ``measured``.
-        measured: the first step, from ``step`` on, whose weights were summarized; ``None`` if there is none.
+        relative: the largest difference of these tensors, relative to their norms, after step ``measured``;
+            ``None`` if there is no such step.
+        measured: the first step, from ``step`` on, whose weights both runs summarized; ``None`` if there is none.
         options: the optimizer's options that differ at ``step`` or, if none do, at ``measured``: (name, value in the first
             run, value in the second run).
         order: position of the step among the steps of all optimizers on this rank, as in ``OptimizerRecord.order``.
@@ -58,7 +59,7 @@ def first_difference(one: RunRecord, other: RunRecord) -> Difference | None:
 def _at_the_end(one: RunRecord, other: RunRecord) -> Difference | None:
     """Return the difference of the final tensors; ``None`` if they are equal, or cannot be compared on any rank."""
     for rank, (a, b) in enumerate(zip(one.ranks, other.ranks, strict=True)):
-        if not _same_end(a, b):
+        if not _have_comparable_ends(a, b):
             continue
         pairs = [(x, y) for x, y in zip(a.state, b.state, strict=True) if x.summary.sha256 != y.summary.sha256]
         if pairs:
@@ -68,7 +69,7 @@ def _at_the_end(one: RunRecord, other: RunRecord) -> Difference | None:
     return None
 
 
-def _same_end(one: RankRecord, other: RankRecord) -> bool:
+def _have_comparable_ends(one: RankRecord, other: RankRecord) -> bool:
     """Return whether the tensors at the end of both runs can be compared."""
     return _ended_alike(one, other) and [each[:3] for each in one.state] == [each[:3] for each in other.state]
 
@@ -88,7 +89,7 @@ def different_tensors(one: RunRecord, other: RunRecord) -> tuple[int, str, str] 
     ended at different points are left out.
     """
     for rank, (a, b) in enumerate(zip(one.ranks, other.ranks, strict=True)):
-        if _ended_alike(a, b) and not _same_end(a, b):
+        if _ended_alike(a, b) and not _have_comparable_ends(a, b):
             first, second = (Counter(each[:3] for each in run.state) for run in (a, b))
             only = [next((name for _, name, _ in more), "") for more in (first - second, second - first)]
             return rank, only[0], only[1]
@@ -97,11 +98,11 @@ def different_tensors(one: RunRecord, other: RunRecord) -> tuple[int, str, str] 
 
 def _first(one: OptimizerRecord, other: OptimizerRecord, number: int, rank: int) -> Difference | None:
     """Return the first difference after a step of optimizer ``number`` on ``rank``; ``None`` if there is none."""
-    marks = sorted(one.weights.keys() & other.weights.keys())
+    summarized = sorted(one.weights.keys() & other.weights.keys())
     for step in range(min(one.steps, other.steps) + 1):
         differing = _tensors_that_differ(one, other, step)
         if differing:
-            measured = next((mark for mark in marks if mark >= step), None)
+            measured = next((each for each in summarized if each >= step), None)
             relative, options = None, _different_options(one, other, step)
             if measured is not None:
                 a, b = one.weights[measured], other.weights[measured]
@@ -139,7 +140,8 @@ def unequal_options(one: RunRecord, other: RunRecord) -> tuple[tuple[str, object
     """Return the options in which an optimizer differs between the runs, after the first summarized step with a difference.
 
     Each option is a tuple (name, value in ``one``, value in ``other``). The result is empty if no option differs.
-    Numbers may differ by a millionth, because versions of torch compute a schedule's learning rates differently.
+    Numbers within a millionth of each other (relative) count as equal, because versions of torch compute a schedule's
+    learning rates differently.
     """
     for a, b in zip(one.ranks, other.ranks, strict=True):
         for x, y in zip(a.optimizers, b.optimizers, strict=False):
@@ -187,7 +189,7 @@ def distance(one: RunRecord, other: RunRecord, limit: int | None = None) -> tupl
     """
     found = []
     for a, b in zip(one.ranks, other.ranks, strict=True):
-        if _same_end(a, b) and (limit is None or a.steps <= limit):
+        if _have_comparable_ends(a, b) and (limit is None or a.steps <= limit):
             groups = [
                 [(x.numel, x.summary, y.summary) for x, y in zip(a.state, b.state, strict=True) if x.group == group]
                 for group in ("weights", "buffers", "integers")

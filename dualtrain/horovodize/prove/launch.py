@@ -231,7 +231,7 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
 def _check(run: RunRecord, side: Side, status: int, timeout: float | None, log: Path) -> None:
     """Raise RunError unless the script ended normally, with at least one step on every rank.
 
-    ``timeout`` is ``None`` unless the run was ended because it took no step for so long.
+    ``timeout`` is the time without a step after which the run was ended; ``None`` if it was not ended for that reason.
     """
     ends = [(number, rank, rank.end) for number, rank in enumerate(run.ranks) if rank.end is not None]
     failed = [each for each in ends if each[2].reason == "error" or each[2].status]

@@ -2,7 +2,7 @@
 
 The first run of each side takes all steps. With up to 3 rounds, all runs together take less than three times the steps of
 one run, or less than 150 steps if that is more. They may take more in two cases: the weights differ only in the last steps
-or at the end; or dualtrain reproduced defects of Horovod, so that it also runs without these defects.
+or at the end; or dualtrain reproduced defects of Horovod, and therefore also runs without them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def steps_left(steps: int, spent: int) -> int:
     return max(BUDGET_FACTOR * steps, LEAST_BUDGET) - 1 - spent
 
 
-def marks(run: RunRecord) -> list[int]:
+def steps_with_summary(run: RunRecord) -> list[int]:
     """Return the steps after which ``run`` summarized its weights, and its last step, but not step 0 (the start)."""
-    return sorted({mark for mark in recorder.marks(run.planned) if 0 < mark < run.steps} | {run.steps})
+    return sorted({step for step in recorder.marks(run.planned) if 0 < step < run.steps} | {run.steps})
 
 
 def speed_rounds(steps: int, rounds: int, left: int, sides: int) -> list[int]:
@@ -56,7 +56,7 @@ def repeated_steps(summary_steps: list[int], needed: int, left: int) -> int:
     many as the first run if these are fewer.
 
     Args:
-        summary_steps: the result of :func:`marks` for the first run.
+        summary_steps: the result of :func:`steps_with_summary` for the first run.
         needed: the number of steps that the run needs to reach the first difference.
         left: the number of steps that are left for this run.
     """
@@ -75,17 +75,17 @@ def plain_steps(summary_steps: list[int], first_defect: int, left: int) -> int:
     allows. But if possible, it takes at least ``SHORTEST`` steps, and more than ``first_defect``, the step after which a
     reproduced defect was first found.
     """
-    after_defect = next((mark for mark in summary_steps if mark > first_defect), summary_steps[-1])
+    after_defect = next((step for step in summary_steps if step > first_defect), summary_steps[-1])
     return max(
         after_defect,
         _last(summary_steps, left),
-        next((mark for mark in summary_steps if mark >= SHORTEST), summary_steps[-1]),
+        next((step for step in summary_steps if step >= SHORTEST), summary_steps[-1]),
     )
 
 
 def _last(summary_steps: list[int], left: int) -> int:
     """Return the last of the ``summary_steps`` that ``left`` allows, or the first one if it allows none."""
-    return max((mark for mark in summary_steps if mark <= left), default=summary_steps[0])
+    return max((step for step in summary_steps if step <= left), default=summary_steps[0])
 
 
 def steps_to_reach(difference: Difference, run: RunRecord) -> int:

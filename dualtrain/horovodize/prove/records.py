@@ -49,9 +49,9 @@ class OptimizerRecord:
         numels: number of elements of each parameter.
         sums: for each step, a checksum of each parameter after the step.
         weights: summaries of the weights by step; 0 is before the first step.
-        order: positions among the steps of all optimizers on this rank. Entry 0 is just before this optimizer's first step,
-            and entry n just after its step n. Position 2i is just before the step with index i in ``RankRecord.seconds``,
-            and position 2i + 1 is just after it.
+        order: order[n] is the position just after this optimizer's step n, and order[0] the one just before its first step.
+            Positions count the steps of all optimizers on this rank: 2i is just before the step with index i in
+            ``RankRecord.seconds``, and 2i + 1 just after it.
     """
 
     type: str
@@ -97,8 +97,8 @@ class RankRecord:
     """The record of one rank.
 
     Attributes:
-        start: facts at the start: script and its hash, arguments, steps, seed, Python, processor.
-        world: rank, size, library, torch, threads and GPU; empty before the first step.
+        start: facts at the start: script and its hash, arguments, steps, seed, time, Python, processor.
+        world: rank, size, library, torch, threads and GPU; empty if no step was begun.
         optimizers: the optimizers, in order of creation.
         seconds: for each step of any optimizer: the optimizer's index, and the step's duration.
         first_step: the time at which the first step ended, in seconds since 1970; ``None`` if there was none.
@@ -158,7 +158,7 @@ class RunRecord:
 
     @property
     def library(self) -> str:
-        """Name and version of the library: "horovod 0.28.1"; empty before the first step."""
+        """Name and version of the library: "horovod 0.28.1"; empty if rank 0 began no step."""
         return str(self.ranks[0].world.get("library", ""))
 
     @property

@@ -240,7 +240,10 @@ def _compat_with_equal_options(evidence: Evidence) -> RunRecord | None:
 def _by_tolerance(
     evidence: Evidence, difference: Difference, compat: RunRecord | None, *, compat_required: bool
 ) -> Verdict:
-    """Compare Horovod's run with dualtrain's first run; with ``compat`` if it is closer or ``compat_required`` is set."""
+    """Compare Horovod's run with dualtrain's longest run without defects, or with ``compat``.
+
+    ``compat`` is used if it is closer to Horovod's run, or if ``compat_required`` is set.
+    """
     horovod = evidence.horovod[0]
     apart, step = distance(horovod, evidence.dualtrain[0])
     differences = "; ".join(evidence.platform_differences)
@@ -313,9 +316,9 @@ def _distances(
 ) -> tuple[float, int, float]:
     """Return (distance between the sides, step after which it was computed, largest distance between ``repeated`` runs).
 
-    Both distances compare weights after the same step: the last one that at least one run of each side and two of the
-    ``repeated`` runs have summarized. Runs that end earlier are left out. The distance between the sides is the median over
-    all remaining pairs.
+    Runs are left out if they have fewer steps than both the longest of ``dualtrain_runs`` and the second longest of the
+    ``repeated`` runs. Both distances compare weights after the same step: the last one that all remaining runs have
+    summarized. The distance between the sides is the median over all remaining pairs.
     """
     steps = min(max(run.steps for run in dualtrain_runs), sorted(run.steps for run in repeated)[-2])
     long = [run for run in (*horovod, *dualtrain_runs, *repeated) if run.steps >= steps]
