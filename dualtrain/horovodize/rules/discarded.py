@@ -144,7 +144,7 @@ def is_barrier(source: Source, call: ast.Call) -> bool:
 
     1. If the input is a variable with a copy of another variable's value, and is read after the call: no.
     2. If the argument ``name``, or the name of the function around the call, is "barrier" or similar: yes.
-    3. If the input is made from a value that may differ between ranks, as in ``torch.tensor(epoch)``: no.
+    3. If the input is made from a value that may differ between ranks, as in ``torch.tensor(loss)``: no.
     4. If the input is a constant or a new tensor: yes. Otherwise, no.
     """
     value = first_argument(call, "obj") or keyword(call, "tensor")

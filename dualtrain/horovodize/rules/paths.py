@@ -28,7 +28,8 @@ _SAME_RESULTS = ("allreduce", "allreduce_", "broadcast", "broadcast_", "broadcas
 def depends_on_process(source: Source, file: ast.expr, depth: int = 0) -> bool:
     """Return whether each process may have its own file: a memory buffer, or a path with the rank, the time or a metric.
 
-    Also return True if the path may contain a value whose origin the script does not show (:func:`_is_unknown`).
+    Also return True if the path may contain a value whose origin the script does not show (:func:`_is_unknown`), or if this
+    origin is more than five definitions away.
     """
     if _RANK_IN_PATH.search(ast.unparse(file)) or depth > 5:
         return True
@@ -39,8 +40,8 @@ def depends_on_process(source: Source, file: ast.expr, depth: int = 0) -> bool:
     values = [value for node in nodes_of(source, file) for value in origins(source, node) if not _is_common(source, value)]
     if any(isinstance(value, ast.Call) and source.name(value.func) in _BUFFERS for value in (file, *values)):
         return True
-    own = (source.functions.get(last_name(call.func)) for call in calls_in(file))
-    if any(_RANK_IN_PATH.search(ast.unparse(function)) for function in own if function is not None):
+    called = (source.functions.get(last_name(call.func)) for call in calls_in(file))
+    if any(_RANK_IN_PATH.search(ast.unparse(function)) for function in called if function is not None):
         return True
     return any(depends_on_process(source, value, depth + 1) for value in values)
 

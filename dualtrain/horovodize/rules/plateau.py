@@ -28,11 +28,11 @@ _Operands = Callable[[Iterable[object]], bool]
 
 
 class _Assigned(NamedTuple):
-    """One variable of an assignment, its value, and its position if the variable is an element of a tuple."""
+    """One variable of an assignment, with its value and statement, and its position if it is an element of a tuple."""
 
     name: str
     value: ast.expr
-    at: ast.stmt
+    statement: ast.stmt
     position: int | None
 
 
@@ -130,7 +130,7 @@ def _own_losses(collectives: Collectives, scope: Scope, depth: int) -> set[str]:
     them. Nor do variables that a call may change in place. The set is empty if one of the losses may be equal on all ranks.
     """
     source = collectives.source
-    own = [one for one in _assigned(source) if source.scope(one.at) is scope]
+    own = [one for one in _assigned(source) if source.scope(one.statement) is scope]
     passes = [call for call in source.calls if source.scope(call) is scope and _is_training(source, call)]
     loops = {loop_around(source, call) for call in passes}
     losses = {ast.unparse(without_scaler(call.func.value)) for call in passes if isinstance(call.func, ast.Attribute)}
@@ -139,29 +139,32 @@ def _own_losses(collectives: Collectives, scope: Scope, depth: int) -> set[str]:
     last = {name: max((call.lineno for call in passes if name in ast.unparse(call.func)), default=0) for name in losses}
 
     def is_replaced(name: str) -> bool:
-        later = [one for one in own if one.name == name and one.at.lineno > last[name]]
+        later = [one for one in own if one.name == name and one.statement.lineno > last[name]]
         return any(
-            loop_around(source, one.at) in loops and ast.unparse(without_conversions(one.value)) != name for one in later
+            loop_around(source, one.statement) in loops and ast.unparse(without_conversions(one.value)) != name
+            for one in later
         )
 
     losses = {name for name in losses if not is_replaced(name)}
-    certain = {name for name in losses if all(loop_around(source, one.at) in loops for one in own if one.name == name)}
-    mine = [one for one in results if _is_own(collectives, one.value, one.at, one.position, depth + 1)]
+    certain = {
+        name for name in losses if all(loop_around(source, one.statement) in loops for one in own if one.name == name)
+    }
+    mine = [one for one in results if _is_own(collectives, one.value, one.statement, one.position, depth + 1)]
     found = certain | {one.name for one in mine}
 
     def is_made(one: _Assigned, operands: _Operands) -> bool:
-        known = found | losses if loop_around(source, one.at) in loops else found
+        known = found | losses if loop_around(source, one.statement) in loops else found
         return one in mine or (one in values and _is_made_of(one.value, known, operands))
 
     for _ in range(4):  # values that are computed from other values
         found |= {one.name for one in own if is_made(one, any)}
-    kept = [one for one in own if not isinstance(one.value, ast.Constant) and not _scales(one.at)]
+    kept = [one for one in own if not isinstance(one.value, ast.Constant) and not _scales(one.statement)]
     while wrong := {one.name for one in kept if one.name in found - certain and not is_made(one, all)}:
         found -= wrong
     found = {name for name in found if _is_known(source, scope, name, sum(one.name == name for one in own))}
     return (
         set()
-        if found and may_be_common(collectives, own[0].at, found, [(one.name, one.value) for one in values])
+        if found and may_be_common(collectives, own[0].statement, found, [(one.name, one.value) for one in values])
         else found
     )
 

@@ -24,7 +24,8 @@ class _Unmatched(NamedTuple):
 
     name: str
     call: ast.Call
-    where: tuple[ast.AST, tuple[bool, str]]  # the function, and the condition as in ``Guards.signature``
+    function: ast.AST  # the function or module that contains the condition
+    condition: tuple[bool, str]  # as in ``Guards.signature``
 
 
 def collective_on_some_ranks(source: Source) -> Iterator[Finding]:
@@ -32,10 +33,10 @@ def collective_on_some_ranks(source: Source) -> Iterator[Finding]:
     collectives = Collectives(source)
     unmatched = [found for branch in source.nodes for found in collectives.unmatched(branch)]
     for found in unmatched:
-        holds, what = found.where[1][0], _comparison(found)
+        holds, what = found.condition[0], _comparison(found)
         # The other ranks may make the same call in another place, such as a barrier before or after rank 0's download.
         same = [other for other in unmatched if other.name == found.name and _comparison(other) == what]
-        pairs = [other for other in same if other.where[1][0] is not holds]
+        pairs = [other for other in same if other.condition[0] is not holds]
         joined = found.name != "join" and collectives.joins(found)
         if not pairs and not joined:
             message = (
@@ -126,7 +127,7 @@ def only_waits(source: Source, call: ast.Call) -> bool:
 
 def _comparison(unmatched: _Unmatched) -> str:
     """Return the part of the condition that compares the rank; its other parts may hold on all ranks."""
-    return unmatched.where[1][1].partition(" and ")[0]
+    return unmatched.condition[1].partition(" and ")[0]
 
 
 class Collectives:
@@ -137,7 +138,7 @@ class Collectives:
     - Horovod's collectives, except ``shutdown`` and calls with a process set;
     - ``step`` and ``synchronize`` of wrapped optimizers;
     - the methods of an elastic state that broadcast;
-    - calls of functions that contain such calls.
+    - calls of the program's functions that certainly make such calls.
     """
 
     def __init__(self, source: Source) -> None:
@@ -186,7 +187,7 @@ class Collectives:
             matched = {name for name, _ in opposite}
             for name, call in calls:
                 if name not in matched:
-                    yield _Unmatched(name, call, (self.source.scope(branch), (value, what)))
+                    yield _Unmatched(name, call, self.source.scope(branch), (value, what))
 
     def left_loop(self, jump: ast.Break | ast.Return) -> str:
         """Return a collective that other ranks call in a loop that only some ranks leave by ``jump``, or ""."""
@@ -207,8 +208,8 @@ class Collectives:
         other = [*(branch.orelse if arm in branch.body else branch.body), *self._following(branch)]
         around = [one for one in self.source.around(branch, ast.If) if above in self.source.above(one)]
         other += [later for one in around for later in self._following(one)]
-        endless = isinstance(above, ast.For) or (isinstance(above.test, ast.Constant) and bool(above.test.value))
-        if not endless or any(may_leave(node) for part in other for node in ast.walk(part)):
+        unconditional = isinstance(above, ast.For) or (isinstance(above.test, ast.Constant) and bool(above.test.value))
+        if not unconditional or any(may_leave(node) for part in other for node in ast.walk(part)):
             return ""  # the other ranks perhaps leave the loop too
         return next((name for name, call in self._inside(above.body) if branch not in self.source.above(call)), "")
 
@@ -242,12 +243,12 @@ class Collectives:
         return any(isinstance(above, ast.If) and above not in around for above in self.source.above(call))
 
     def first_in(self, nodes: Sequence[ast.AST]) -> str:
-        """Return the first collective call in ``nodes``; "" if there is none."""
+        """Return the name of the first collective call in ``nodes``; "" if there is none."""
         return next((name for name, _ in self._inside(nodes)), "")
 
     def joins(self, unmatched: _Unmatched) -> bool:
         """Return whether the ranks that do not make the call ``unmatched`` may call ``join`` in the same function."""
-        joins = (call for call in self.source.hvd_calls("join") if self.source.scope(call) is unmatched.where[0])
+        joins = (call for call in self.source.hvd_calls("join") if self.source.scope(call) is unmatched.function)
         return any(not self.guards.is_in_same_rank_branch(call, unmatched.call) for call in joins)
 
     def _inside(self, nodes: Sequence[ast.AST]) -> Iterator[tuple[str, ast.Call]]:

@@ -119,15 +119,15 @@ def _is_of_one_rank(source: Source, call: ast.Call) -> bool:
         return False
     if is_for_evaluation(source, call) or is_for_other_launcher(source, call) or not is_read(source, call):
         return False
-    made_by_rank = is_sharded(source, data) or is_made_by_rank(source, data)
+    differs = is_sharded(source, data) or is_made_by_rank(source, data)
     seed = keyword(call, "seed")  # a seed that depends on the rank gives each rank other samples in each step
     if seed is not None and is_sharded(source, seed):
         return False
-    return not made_by_rank and not Guards.of(source).looks_like_one_rank(call)
+    return not differs and not Guards.of(source).looks_like_one_rank(call)
 
 
 def same_order_every_epoch(source: Source) -> Iterator[Finding]:
-    """A shuffling DistributedSampler without set_epoch."""
+    """A shuffling DistributedSampler without set_epoch, or with set_epoch of a constant only."""
     constant = [_sets_constant(file, node) for file in source.files for node in file.nodes if _sets_epoch(node)]
     if not all(constant) or has_trainer(source):
         return
@@ -202,7 +202,7 @@ def set_epoch(source: Source, sampler: str, assignment: ast.stmt) -> list[Edit]:
 def _may_train(source: Source, node: ast.AST, seen: set[ast.AST]) -> bool:
     """Return whether the code in ``node`` may take a training step, itself or by a function that it calls.
 
-    A loop in ``node`` may do so, unless it is over a range.
+    A ``for`` loop in ``node`` that is not over a range counts as such code.
     """
     seen.add(node)
     loops = (part for part in ast.walk(node) if isinstance(part, ast.For) and part is not node)

@@ -97,7 +97,7 @@ def _may_copy(node: ast.AST) -> bool:
 def _is_model(source: Source, name: str) -> bool:
     """Return whether ``name`` may hold a model, because a call is assigned to it.
 
-    Calls that make a device, parsed options or a rank do not count.
+    Calls that make a device or parsed options, and calls of Horovod, do not count.
     """
     calls = (value for value in source.values.get(name, ()) if isinstance(value, ast.Call))
     return any(

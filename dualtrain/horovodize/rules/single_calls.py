@@ -195,8 +195,8 @@ def is_switched_off(source: Source, node: ast.AST) -> bool:
     """Return whether ``node`` is in ``node if v else …`` or ``v and node``, and the variable ``v`` is always false.
 
     A variable is regarded as always false if only false constants are assigned to it, and no assignment is directly in an
-    ``if`` (other than ``if __name__ …``).
-    Parsed command-line options are never regarded as always false, because the user may set them.
+    ``if`` (``if __name__ …`` does not count). Parsed command-line options are never regarded as always false, because the
+    user may set them.
     """
     tests = [above.test for above in source.around(node, ast.IfExp) if node is above.body]
     for above in (node, *source.above(node)):

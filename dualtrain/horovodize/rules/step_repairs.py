@@ -15,12 +15,12 @@ from dualtrain.horovodize.source import Function, Source
 def synchronize_before(source: Source, events: list[Event], number: int) -> list[Edit]:
     """Return edits that insert synchronize() before event ``number`` and put the next step into skip_synchronize().
 
-    A step that is in skip_synchronize() already stays there. An event without an optimizer, such as clipping, is for all
-    optimizers that step before the next backward pass. Return no edits in these cases:
+    A step that is in skip_synchronize() already stays there. An event without an optimizer, such as clipping, concerns
+    all optimizers that step before the next backward pass. Return no edits in these cases:
 
     - No step follows, or a step does not certainly follow.
     - synchronize() follows, or the GradScaler has unscaled the gradients before.
-    - A step has a closure, or its optimizer is perhaps not wrapped.
+    - A step has a closure, its optimizer is perhaps not wrapped, or the script uses Adasum.
     - Other code may synchronize before a step in skip_synchronize().
     - The code around the calls prevents an edit.
     """
@@ -56,7 +56,8 @@ def synchronize_before(source: Source, events: list[Event], number: int) -> list
 def skip_around(source: Source, step: Event) -> list[Edit]:
     """Return edits that put the statement of a step into ``with optimizer.skip_synchronize():``.
 
-    Return no edits if the step has a closure or is part of a longer statement, or if the optimizer is perhaps not wrapped.
+    Return no edits if the step has a closure or is part of a longer statement, if the optimizer is perhaps not wrapped, or
+    if the script uses Adasum.
     """
     owner, statement = _repairable_owner(source, step), source.statement(step.node)
     simple = isinstance(statement, ast.Expr | ast.Assign)
@@ -66,7 +67,8 @@ def skip_around(source: Source, step: Event) -> list[Edit]:
 def synchronize_outside(source: Source, step: Event) -> list[Edit]:
     """Return edits that insert synchronize() before the ``with optimizer.skip_synchronize():`` that contains only ``step``.
 
-    Return no edits if there is no such block, if the step has a closure, or if the optimizer is perhaps not wrapped.
+    Return no edits if there is no such block, if the step has a closure, if the optimizer is perhaps not wrapped, or if the
+    script uses Adasum.
     """
     block = source.parents[source.statement(step.node)]
     if not isinstance(block, ast.With) or len(block.body) > 1 or "skip_synchronize" not in ast.unparse(block.items[0]):
@@ -92,7 +94,10 @@ def may_synchronize_elsewhere(source: Source, step: Event) -> bool:
 
 
 def _repairable_owner(source: Source, step: Event) -> str:
-    """Return the expression for the optimizer of ``step``; "" if it may be unwrapped, or if the step has a closure."""
+    """Return the expression for the optimizer of ``step``.
+
+    Return "" if it may be unwrapped, if the step has a closure, or if the script uses Adasum.
+    """
     has_closure = step.kind == "step" and (step.node.args or step.node.keywords)
     return "" if step.owner is None or has_closure or not _can_synchronize(source, step) else ast.unparse(step.owner)
 
@@ -107,11 +112,11 @@ def _can_synchronize(source: Source, step: Event) -> bool:
         return False
     guards = Guards.of(source)
     return not any(guards.is_conditional(wrap) for wrap in wraps) and all(
-        last_name(value) in source.wrapped for value in _given(source, step)
+        last_name(value) in source.wrapped for value in _passed_optimizers(source, step)
     )
 
 
-def _given(source: Source, step: Event) -> list[ast.expr]:
+def _passed_optimizers(source: Source, step: Event) -> list[ast.expr]:
     """Return what the program passes for the optimizer of ``step`` if it is a parameter; else an empty list."""
     function = source.scope(step.node)
     if not isinstance(function, Function) or not isinstance(step.owner, ast.Name):
@@ -122,7 +127,7 @@ def _given(source: Source, step: Event) -> list[ast.expr]:
 
 
 def _statement_in_common_block(source: Source, first: ast.AST, step: ast.AST) -> ast.stmt | None:
-    """Return the statement around ``first`` in the innermost block that also contains ``step``."""
+    """Return the statement around ``first`` in the innermost block that also contains ``step``, or None."""
     around = [step, *source.above(step)]
     for above in (first, *source.above(first)):
         if isinstance(above, ast.stmt) and source.parents[above] in around:

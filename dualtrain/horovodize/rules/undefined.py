@@ -11,12 +11,12 @@ from dualtrain.horovodize.nodes import last_name
 from dualtrain.horovodize.source import Finding, Function, Source
 
 #: Names that every module has, names of other platforms, and names that notebooks and consoles define.
-_GIVEN = {"__annotations__", "__builtins__", "__cached__", "__doc__", "__file__", "__name__", "__package__", "__path__"}
-_GIVEN |= {"WindowsError", "__module__", "__qualname__", "__spec__", "profile"}
-_GIVEN |= {"_", "In", "Out", "dbutils", "display", "displayHTML", "get_ipython", "sc", "spark", "sqlContext"}
+_KNOWN = {"__annotations__", "__builtins__", "__cached__", "__doc__", "__file__", "__name__", "__package__", "__path__"}
+_KNOWN |= {"WindowsError", "__module__", "__qualname__", "__spec__", "profile"}
+_KNOWN |= {"_", "In", "Out", "dbutils", "display", "displayHTML", "get_ipython", "sc", "spark", "sqlContext"}
 #: Builtin names of Python 2. A condition on the version may prevent their use.
-_GIVEN |= {"basestring", "cmp", "execfile", "file", "long", "raw_input", "reduce", "reload", "unichr", "unicode", "xrange"}
-_GIVEN |= {"StandardError", "apply", "buffer", "coerce", "intern"}
+_KNOWN |= {"basestring", "cmp", "execfile", "file", "long", "raw_input", "reduce", "reload", "unichr", "unicode", "xrange"}
+_KNOWN |= {"StandardError", "apply", "buffer", "coerce", "intern"}
 #: Functions by which a program may define names, or ask which names are defined.
 _DYNAMIC = ("dir", "exec", "get_ipython", "globals", "locals", "run_path", "setattr", "vars")
 
@@ -49,7 +49,7 @@ def undefined_names(source: Source) -> Iterator[Finding]:
 
 
 def _unknown_globals(module: symtable.SymbolTable) -> set[str]:
-    """Return the global names that some scope reads and no scope binds, except builtin names and those in ``_GIVEN``."""
+    """Return the global names that some scope reads and no scope binds, except builtin names and those in ``_KNOWN``."""
     tables = [module]
     for table in tables:
         tables += table.get_children()
@@ -61,7 +61,7 @@ def _unknown_globals(module: symtable.SymbolTable) -> set[str]:
     }
     read = {symbol.get_name() for table, symbol in symbols if symbol.is_referenced() and symbol.is_global()}
     read |= {symbol.get_name() for symbol in module.get_symbols() if symbol.is_referenced()}
-    return read - bound - set(dir(builtins)) - _GIVEN
+    return read - bound - set(dir(builtins)) - _KNOWN
 
 
 def _is_local(source: Source, name: ast.Name) -> bool:
@@ -87,7 +87,7 @@ _COMPREHENSION = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
 def _bound_in(scope: ast.AST) -> set[str]:
-    """Return the names that ``scope`` binds. Leave out names that only a ``def`` or ``class`` in it binds."""
+    """Return the names that ``scope`` binds. Leave out names that are bound only inside a ``def`` or ``class`` in it."""
     found, nodes = set(), list(ast.iter_child_nodes(scope))
     for node in nodes:
         if isinstance(node, Function | ast.ClassDef):

@@ -27,8 +27,8 @@ def is_distributed_sampler(source: Source, call: ast.Call) -> bool:
 def is_read(source: Source, call: ast.Call, depth: int = 0) -> bool:
     """Return whether anything may read samples through the sampler or loader that ``call`` makes.
 
-    Return False if ``call`` is assigned to an attribute of another object: rules must not report it, because a library may
-    use it.
+    Also return False if ``call`` is assigned to an attribute of another object, as in ``data.sampler = call``: rules report
+    only what is read, and must not report this, because it is unknown how a library uses it.
     """
     if depth > 3:
         return True
@@ -88,7 +88,7 @@ def _leaves_program(source: Source, name: str, depth: int) -> bool:
 
 
 def _with_container(source: Source, node: ast.AST) -> ast.AST:
-    """Return the outermost dict, list or tuple that contains ``node`` directly or in another one; else ``node``."""
+    """Return the outermost of the nested dicts, lists and tuples that contain ``node``; ``node`` if there is none."""
     while isinstance(source.parents[node], ast.Dict | ast.List | ast.Tuple):
         node = source.parents[node]
     return node
@@ -166,17 +166,23 @@ def _reads_entry(source: Source, key: str) -> bool:
     """Return whether anything may read the entry ``key`` of a dict, by its key, by a computed key, or in a loop."""
     if any(".values()" in file.code or ".items()" in file.code or _has_computed_index(file) for file in source.files):
         return True
-    return any(not _is_written(file, node) for file in source.files for node in file.mentions.get(key, ()))
+    return any(not _is_harmless_key(file, node) for file in source.files for node in file.mentions.get(key, ()))
 
 
 def _has_computed_index(source: Source) -> bool:
-    """Return whether the script reads ``x[index]`` with an index that is not a constant or a slice."""
+    """Return whether the script reads ``x[index]`` and ``index`` may be a variable key.
+
+    Constants, slices, tuples, and values with a unary operator, such as ``-1``, are none.
+    """
     reads = (node for node in source.nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load))
     return any(not isinstance(node.slice, ast.Constant | ast.Slice | ast.Tuple | ast.UnaryOp) for node in reads)
 
 
-def _is_written(source: Source, key: ast.AST) -> bool:
-    """Return whether ``key`` writes an entry, in ``{"key": …}`` or ``d["key"] = …``, or is not a constant."""
+def _is_harmless_key(source: Source, key: ast.AST) -> bool:
+    """Return whether ``key``, a node that mentions a key, does not read the entry.
+
+    That is so if it writes the entry, as in ``{"key": …}`` and ``d["key"] = …``, or is a name in place of a string.
+    """
     parent = source.parents[key]
     stored = isinstance(parent, ast.Subscript) and is_stored(parent)
     return not isinstance(key, ast.Constant) or stored or (isinstance(parent, ast.Dict) and key in parent.keys)
@@ -274,7 +280,7 @@ def _is_called(source: Source, statement: ast.AST) -> bool:
 
 
 def _has_unknown_base(source: Source, node: ast.AST) -> bool:
-    """Return whether ``node`` is in a class with a base class that is not the program's, ``object`` or ``Module``."""
-    own = {one.name for file in source.files for one in file.classes}
+    """Return whether ``node`` is in a class with a base class that is neither ``object``, ``Module`` nor in the program."""
+    known = {one.name for file in source.files for one in file.classes} | {"object", "Module"}
     bases = [base for above in source.around(node, ast.ClassDef) for base in above.bases]
-    return any(last_name(base) not in own | {"object", "Module"} for base in bases)
+    return any(last_name(base) not in known for base in bases)

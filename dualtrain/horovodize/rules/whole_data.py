@@ -18,7 +18,7 @@ from dualtrain.horovodize.source import Finding, Function, Source
 
 
 def every_rank_reads_all(source: Source) -> Iterator[Finding]:
-    """A loader of training data without a sampler, in a script with a wrapped optimizer."""
+    """A loader of training data without a sampler, or with a RandomSampler, in a script with a wrapped optimizer."""
     if not source.wraps or has_trainer(source) or _counts_epochs_by_size(source) or _skips_by_rank(source):
         return
     guards = Guards.of(source)
@@ -68,7 +68,7 @@ def _is_alternative(source: Source, call: ast.Call) -> bool:
     """Return whether runs with Horovod may use a different loader in place of ``call``.
 
     That is so if a different branch makes a DistributedSampler, or a loader with a sampler. It is also so if the script
-    makes a DistributedSampler, and nothing calls the function around ``call``.
+    makes a DistributedSampler, and nothing calls the function around ``call``, which is not in ``ENTRY_POINTS``.
     """
     for other in source.calls:
         samples = keyword(other, "sampler") is not None and last_name(other.func).endswith("DataLoader")
