@@ -235,7 +235,7 @@ class Guards:
     def _conditions(self, node: ast.AST) -> Iterator[tuple[ast.expr, bool]]:
         """Yield each condition that decides whether ``node`` runs, and the value that the condition must have.
 
-        Conditions of loops are left out.
+        Conditions of loops, and of cases in ``match``, are left out.
         """
         below = node
         for above in self.source.above(node):

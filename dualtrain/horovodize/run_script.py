@@ -39,7 +39,8 @@ def load_script(path: str, arguments: Sequence[str]) -> Program:
     Also install the import hook, set HOROVOD_RANK and similar variables, and set up memory allocation.
 
     Raises:
-        UserError: the file does not exist, cannot be read, is not a regular file, or is a notebook.
+        UserError: the file does not exist, cannot be read, is not a regular file, or is a notebook; or Horovod itself is
+            already imported.
         SyntaxError: the file is not valid Python. A ValueError is possible too.
     """
     if os.path.isdir(path):
@@ -79,7 +80,7 @@ def load_module(name: str, arguments: Sequence[str]) -> Program:
     packages that contain the module, which may raise any exception.
 
     Raises:
-        UserError: the module does not exist or cannot be run.
+        UserError: the module does not exist or cannot be run, or Horovod itself is already imported.
         SyntaxError: the module is not valid Python. A ValueError is possible too.
     """
     sys.argv[:] = ["-m", *arguments]
@@ -93,7 +94,7 @@ def load_module(name: str, arguments: Sequence[str]) -> Program:
 
 
 def _find(name: str) -> tuple[ModuleSpec, CodeType]:
-    """Return the spec and the code of a module, or of a package's ``__main__``. Raise UserError if there is none."""
+    """Return the spec and the code of a module, or of a package's ``__main__``. Raise UserError if none can be run."""
     try:
         spec = importlib.util.find_spec(name)
     except ModuleNotFoundError as error:

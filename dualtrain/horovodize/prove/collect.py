@@ -36,7 +36,7 @@ def collect(job: Job, rounds: int, record: RunRecord | None) -> Evidence:
 
     Args:
         job: the script and its full runs.
-        rounds: the requested number of rounds. A round is a run on each side; in the first one, the runs are full.
+        rounds: the requested number of rounds; a round is a run on Horovod, and one with dualtrain without defects.
         record: the record of Horovod's earlier run, or ``None``.
 
     Raises:

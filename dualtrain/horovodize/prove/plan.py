@@ -31,9 +31,9 @@ def steps_with_summary(run: RunRecord) -> list[int]:
 
 
 def speed_rounds(steps: int, rounds: int, left: int, sides: int) -> list[int]:
-    """Return the number of steps of each round after the first one; these rounds only measure the speed.
+    """Return the number of steps of a run in each round after the first one; these rounds only measure the speed.
 
-    If ``left`` is too small for ``SHORTEST`` steps in each round, there are fewer rounds.
+    If ``left`` is too small for ``SHORTEST`` steps in each run, there are fewer rounds.
     """
     if rounds == 1:
         return []
@@ -45,7 +45,7 @@ def speed_rounds(steps: int, rounds: int, left: int, sides: int) -> list[int]:
 
 
 def speed_reserve(steps: int, rounds: int, sides: int) -> int:
-    """Return the number of steps to keep for the rounds after the first one."""
+    """Return the number of steps to keep for the rounds after the first one, up to ``PLANNED_ROUNDS``."""
     return sides * (min(rounds, PLANNED_ROUNDS) - 1) * max(SHORTEST, steps // SPEED_PART)
 
 
