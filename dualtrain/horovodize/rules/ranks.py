@@ -52,7 +52,7 @@ def loop_left_on_some_ranks(source: Source) -> Iterator[Finding]:
     if source.hvd_calls("join"):
         return  # with join(), ranks may take different numbers of steps
     for jump in source.nodes:
-        if isinstance(jump, ast.Break | ast.Return) and (found := collectives.left_loop(jump)):
+        if isinstance(jump, ast.Break | ast.Return) and (found := collectives.in_left_loop(jump)):
             message = (
                 f"only some ranks leave this loop, so that {found}() of the others hangs, or fails when a rank shuts down; "
                 "leave it on all ranks at once, as by `if hvd.broadcast_object(stop):`"
@@ -189,7 +189,7 @@ class Collectives:
                 if name not in matched:
                     yield _Unmatched(name, call, self.source.scope(branch), (value, what))
 
-    def left_loop(self, jump: ast.Break | ast.Return) -> str:
+    def in_left_loop(self, jump: ast.Break | ast.Return) -> str:
         """Return a collective that other ranks call in a loop that only some ranks leave by ``jump``, or ""."""
         below: ast.AST = jump
         inside: list[tuple[ast.If, ast.AST]] = []

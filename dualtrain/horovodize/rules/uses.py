@@ -78,11 +78,11 @@ def _leaves_program(source: Source, name: str, depth: int) -> bool:
                 return True
         if isinstance(parent, ast.Call) and parent.func is not node:
             if _is_loader(parent):
-                if leaves_program(file, parent) if _name_of(file, parent) else _is_returned(file, parent):
+                if leaves_program(file, parent) if _name_of(file, parent) else _is_returned_to_outside(file, parent):
                     return True
             elif not _is_known(file, parent):
                 return True
-        elif _is_returned(file, node):
+        elif _is_returned_to_outside(file, node):
             return True
     return False
 
@@ -259,7 +259,7 @@ def _is_loader(call: ast.Call) -> bool:
     return last_name(call.func).lower().endswith(("dataloader", "loader")) and last_name(call.func)[:1].isupper()
 
 
-def _is_returned(source: Source, node: ast.AST) -> bool:
+def _is_returned_to_outside(source: Source, node: ast.AST) -> bool:
     """Return whether ``node`` is returned by a function that nothing in the script calls."""
     return any(isinstance(above, ast.Return) and not _is_called(source, above) for above in source.above(node))
 
