@@ -87,9 +87,9 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     """Load a ``state_dict()``. Keep its dtypes, and keep the dicts that ``optimizer.param_groups`` consists of.
 
     ``optimizer.load_state_dict`` alone casts state to the parameter's dtype, so the float32 moments of bfloat16
-    parameters would lose bits. It also replaces the parameter groups by new dicts. A scheduler may belong to a
-    different optimizer object with the same groups, such as a wrapper. Such a scheduler would then change learning rates in
-    the old dicts only, without an effect.
+    parameters would lose bits. It also replaces the parameter groups by new dicts. If a scheduler belongs to
+    a different optimizer object with the same groups, such as a wrapper, it would then change learning rates in the old
+    dicts only, without an effect.
     """
     groups = list(optimizer.param_groups)
     optimizer.load_state_dict(state)
@@ -127,15 +127,15 @@ def average_buffers(model: torch.nn.Module, backend: Backend) -> None:
     Raises:
         TypeError: ``backend`` is not what ``connect()`` returns.
         ValueError: a floating-point buffer is sparse or nested.
-        BackendError: the names or shapes of the ranks' buffers differ, only some ranks have such a buffer, a rank failed,
-            or the call timed out.
+        BackendError: the names or shapes of the ranks' buffers differ, a buffer is sparse or nested on some ranks only, a
+            rank failed, or the call timed out.
     """
     check_backend(backend)
-    _average_buffers(_common_buffers(model, backend), backend)
+    _average_buffers(_compared_buffers(model, backend), backend)
 
 
-def _common_buffers(model: torch.nn.Module, backend: Backend) -> list[tuple[str, torch.Tensor]]:
-    """Return :func:`local_buffers`, sorted by name. Collective.
+def _compared_buffers(model: torch.nn.Module, backend: Backend) -> list[tuple[str, torch.Tensor]]:
+    """Return :func:`local_buffers`, sorted by name, after the ranks have compared names and shapes. Collective.
 
     Raises:
         BackendError: on every rank, if the names or shapes differ between the ranks, or the buffers of only some ranks
@@ -172,7 +172,7 @@ def _average_buffers(
 
 
 def local_buffers(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return the floating-point buffers (running statistics), by name; they differ between ranks, as the samples do."""
+    """Return (name, buffer) of the floating-point buffers (running statistics, which depend on a rank's samples)."""
     return [(name, b) for name, b in model.named_buffers() if b.is_floating_point()]
 
 
@@ -183,7 +183,7 @@ def averaged_buffers(model: torch.nn.Module, backend: Backend, *, trained: bool)
     The average is over the ranks with ``trained=True``, since the other ranks' statistics contain no samples. If there are
     no such ranks, it is over all ranks.
     """
-    named = _common_buffers(model, backend)
+    named = _compared_buffers(model, backend)
     own = [(name, buffer, buffer.clone()) for name, buffer in named]
     modules = dict(model.named_modules())  # not get_submodule(), which TorchScript modules do not support
     count = backend.size

@@ -1,4 +1,4 @@
-"""Steps of a wrapped optimizer: the losses that closures return, and steps that the optimizer takes itself."""
+"""Steps of a wrapped optimizer: the losses that closures return, and steps that bypass the wrapper."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Wrapper(Protocol):
 
     @property
     def may_step(self) -> bool:
-        """Return whether the wrapped optimizer may step now: the wrapper has called its step, or there is one rank."""
+        """Return whether the wrapped optimizer may step now: the wrapper has called its ``step``, or there is one rank."""
 
     def has_local_gradients(self) -> bool:
         """Return whether gradients on this rank are not combined with those of the other ranks."""

@@ -69,7 +69,7 @@ def pytest_collection_finish() -> None:
 class Spmd:
     """Callable: ``spmd(fn, *args)`` runs ``fn(backend, *args)`` on all ranks, and returns the values in rank order.
 
-    ``fn`` must be at the top of a module.
+    ``fn`` must be a module-level function.
     """
 
     def __init__(self, name: str, size: int, pool: Pool | None) -> None:

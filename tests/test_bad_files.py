@@ -1,4 +1,4 @@
-"""Bad files for every reader of files: a FIFO, a device, a loop of links, a folder, an empty file, and half of a file.
+"""Bad files for every reader of files: a FIFO, a device, a symbolic link loop, a folder, an empty file, and half of a file.
 
 The reader must accept such a file, or refuse it in one line that names the file. It must not block or read without end.
 """
@@ -149,10 +149,9 @@ def load_script_of(folder: Path) -> None:
 
 
 def refuse_none(step: int | None) -> None:
-    """Raise a UserError if ``step`` is ``None``, which ``step_in`` and ``step_of`` return for a bad file.
+    """Raise a UserError if ``step`` is ``None``, the result of ``step_in`` and ``step_of`` for a bad file.
 
-    These two functions do not raise. The test searches each reader's message for the name of its file, so this message
-    names both files that these functions' readers test.
+    The test searches the message for the file's name. ``step_in`` is tested with one file, ``step_of`` with the other one.
     """
     if step is None:
         raise UserError("step-00000001 or model cannot be read")

@@ -82,8 +82,8 @@ def _defaults(world: World, groups: bool) -> dict[str, str]:
 def _initialise_launched(start: Callable[[], None], world: World, timeout: float) -> None:
     """Start Horovod in a process that Horovod's own launcher or MPI has started.
 
-    Raises UserError if the ranks chose different backends or do not meet in time, or as :func:`refuse_left_over` and
-    :func:`_check_hosts`.
+    Raises UserError if the ranks chose different backends or do not meet in time, and for the reasons of
+    :func:`refuse_left_over` and :func:`_check_hosts`.
     """
     if not world.launcher.startswith("mpi"):
         _check_hosts()

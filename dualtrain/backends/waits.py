@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 _ONE_THREAD = "their calls have no common order on all ranks, so make a channel() for the second thread"
 _POLL_SECONDS = 0.25  # how often a wait checks for failed ranks
-#: Longest step of a wait while other operations are unfinished.
+#: Longest part of a wait that blocks, while other operations are unfinished.
 SLICE_SECONDS = 5e-4
 _REPORT_SECONDS = 1.0  # a wait that lasts longer, or over a third of the timeout, is reported to the other ranks
 _LEFT_SECONDS = 1.0  # how long a wait goes on after a rank has left: data that the rank sent before may still arrive
@@ -110,7 +110,7 @@ class Waits:
 
         The message of a TimeoutError is complete. For any other error, wait for up to ``_REASON_SECONDS`` for a report that
         explains it. With ``waited=True`` (the operation was waiting for other ranks), also report this wait, and name the
-        ranks that have reported none.
+        ranks that have not reported a wait.
 
         Raises:
             PeerFailedError: a report has arrived that a rank has failed, or that a member of this backend has left the job.

@@ -178,7 +178,8 @@ def _collect(children: Sequence[Child]) -> list[bytes]:
     """Return the results of all ranks. Blocks until all ranks have ended, or ``EXIT_SECONDS`` after all functions returned.
 
     Raises:
-        RankFailedError: a rank failed. If several failed, an error that is not ``by_peer`` is preferred.
+        RankFailedError: a rank failed. If several failed, prefer an error that no other rank caused (``by_peer`` is
+            False).
         UserError: a rank did not start in time.
     """
     end: float | None = None
@@ -232,8 +233,8 @@ def _deadline(children: Sequence[Child], failures: Sequence[RankFailedError], cu
 def _end(children: Sequence[Child], all_returned: bool) -> None:
     """End the ranks that still run, with the processes that they have started, and close every child.
 
-    Unless all functions have returned (``all_returned``), also end the processes of the ranks that have ended. Blocks for
-    some seconds, or longer if the kernel does not end the processes.
+    Unless all functions have returned (``all_returned``), also end the processes that a rank started and left behind.
+    Blocks for some seconds, or longer if the kernel does not end the processes.
     """
     left = [child for child in children if child.status is None]
     if all_returned and left:

@@ -2,8 +2,8 @@
 
 usage: horovodrun -np N python record.py --record FOLDER [--steps STEPS] [--seed SEED] SCRIPT [ARGUMENT...]
 
-Run the unmodified SCRIPT (or -m MODULE) until each of its optimizers has taken STEPS steps, one has taken more, or all
-together have taken 4 * STEPS. Then end the script on all ranks.
+Run the unmodified SCRIPT (or -m MODULE) until each optimizer that has taken a step has taken STEPS steps, one optimizer
+has taken more than STEPS, or all together have taken 4 * STEPS. Then end the script on all ranks.
 Rank R writes FOLDER/rank-R.jsonl: names, numbers, and the norm, hash and a few values of each weight tensor. The record has
 lines of code only in the traceback of an error. To compare, run where dualtrain is installed: dualtrain horovodize --prove
 --against FOLDER SCRIPT ...
@@ -39,7 +39,7 @@ SAMPLES = 64  # recorded values of each tensor
 #: Elements of a tensor that are converted to float64 at once. A copy of a whole large layer might not fit on the GPU.
 PART = 1 << 24
 #: End after 4 * STEPS steps in total: if a script makes a new optimizer in each epoch, perhaps none reaches STEPS.
-MOST_ROUNDS = 4
+TOTAL_FACTOR = 4
 #: How many optimizers, and how many broadcast tensors of each name, are kept and summarized at the end; later ones replace
 #: earlier ones. A script that makes models in a loop would otherwise fill the memory.
 KEPT = 8
@@ -220,7 +220,7 @@ class Recorder:
         """Return whether this rank has taken all steps that are to be recorded."""
         counts = [count for count in self.counts if count]
         enough = bool(counts) and (min(counts) >= self.steps or max(counts) > self.steps)
-        return enough or sum(counts) >= MOST_ROUNDS * self.steps
+        return enough or sum(counts) >= TOTAL_FACTOR * self.steps
 
     def _is_end_of_any_rank(self) -> bool:
         """Return whether any rank has taken all steps that are to be recorded. All ranks call this at the same time."""

@@ -30,8 +30,8 @@ def classifier(
     """Build torchvision's model ``name`` with a first convolution for ``shape``'s channels and a head for ``classes``.
 
     With ``pretrained``, all layers start from torchvision's weights, except a head of a different size. If the images do
-    not have 3 channels, each input channel of the first convolution gets the sum of torchvision's weights over their 3
-    channels, divided by the images' number of channels. If ``load_published`` is false, torchvision's weights are not
+    not have 3 channels, each input channel of the first convolution gets the sum of torchvision's weights over the 3 RGB
+    channels, divided by the number of the images' channels. If ``load_published`` is false, torchvision's weights are not
     loaded, because the caller loads weights of the whole model.
 
     Raises:

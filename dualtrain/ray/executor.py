@@ -147,7 +147,7 @@ class RayExecutor:
         return self._wait_for(self.run_remote(fn, args, kwargs), "run")
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
-        """Return ``fn(object)`` by rank; ``object`` is its instance of ``executable_cls``, if any. See :meth:`run`."""
+        """Return ``fn(object)`` by rank; ``object`` is the rank's ``executable_cls`` instance, if any. See :meth:`run`."""
         return self._wait_for(self._execute(fn), "execute")
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:

@@ -5,7 +5,7 @@ cannot identify an attempt, since each agent counts its own restarts. So the ran
 their later keys with it:
 
 1. Each rank but rank 0 writes a random number and its world size.
-2. Rank 0 draws the name, and writes it as the answer to every number beside which it reads its own world size.
+2. Rank 0 draws the name, and writes it as the answer to every number that was written with its own world size.
 3. A rank that reads the answer to its own number confirms the name.
 4. When all ranks have confirmed the name, rank 0 marks it as complete.
 

@@ -1,4 +1,4 @@
-"""Show the progress of a run: a bar on a terminal, and elsewhere a line every few seconds. On rank 0 alone."""
+"""Show the progress of a run: a bar on a terminal, and elsewhere a line every few seconds. Only rank 0 shows it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Ticker:
     times at which one long block would print them.
 
     Attributes:
-        printed: the time of the last line; before the first line, the time when the first of these blocks began.
+        printed: the time of the last line; before the first line, the time when the first of the continued blocks began.
     """
 
     _last = 0.0, -math.inf  # the last block of this process: its ``printed``, and the time of its end
@@ -60,7 +60,7 @@ class Ticker:
 
 
 class Waiting(Ticker):
-    """A thread that prints, in its ``with`` block, how long the current phase has lasted. On rank 0 alone (``shown``)."""
+    """A thread that prints, in its ``with`` block, how long the current phase has lasted, if ``shown`` (on rank 0)."""
 
     def __init__(self, what: str, seconds: float, *, shown: bool) -> None:
         super().__init__(seconds if shown else 0, lambda: f"{self._what} for {duration(time.monotonic() - self._began)}")
@@ -82,7 +82,7 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """A progress bar on a terminal; elsewhere a line every ``seconds``, even if no step ends. On rank 0 alone (``shown``).
+    """A progress bar on a terminal; elsewhere a line every ``seconds``, even if no step ends; if ``shown`` (on rank 0).
 
     Args:
         total: optimizer steps in the whole run.

@@ -26,7 +26,7 @@ class Records:
     Args:
         folder: the run's folder.
         output: what is recorded, and how often.
-        shown: whether this is rank 0.
+        shown: whether to write and print: True on rank 0.
         launcher: the launcher that started the process.
         total: optimizer steps in the whole run.
         done: optimizer steps that the run took before this start.

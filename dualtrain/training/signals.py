@@ -38,7 +38,7 @@ def is_ignored(number: int) -> bool:
 
 
 def install(handlers: Mapping[signal.Signals, Handler]) -> dict[signal.Signals, Any]:
-    """Install the signals' handlers, except for a signal for which :func:`is_ignored` is true; return the earlier ones."""
+    """Install the signals' handlers, except for signals for which :func:`is_ignored` is true; return the old handlers."""
     return {number: signal.signal(number, handler) for number, handler in handlers.items() if not is_ignored(number)}
 
 

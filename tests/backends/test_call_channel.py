@@ -156,7 +156,7 @@ def test_the_limit_of_data_in_a_frame_decreases_with_the_number_of_ranks():
 def answered(messages):
     """Return what each rank reads from rank 0's reply.
 
-    A message is a pair: the call's fingerprint and extent (for example its number of rows), and the data or None.
+    A message is ([fingerprint, extent], data): the extent is, for example, the call's number of rows; data may be None.
     """
     size = len(messages)
     root, *others = (CallBuffers(rank, size, MOST(size)) for rank in range(size))

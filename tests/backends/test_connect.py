@@ -299,7 +299,7 @@ def test_a_host_without_an_address_is_refused_for_horovod(monkeypatch):
 
 def test_a_host_that_horovodrun_counts_twice_is_refused_for_horovod(monkeypatch):
     require_horovod()
-    for name, value in {"RANK": "1", "SIZE": "1"}.items():  # of both ranks of horovodrun --hosts localhost:1,localhost:1
+    for name, value in {"RANK": "1", "SIZE": "1"}.items():  # as horovodrun --hosts localhost:1,localhost:1
         monkeypatch.setenv(f"HOROVOD_CROSS_{name}", value)
     with pytest.raises(UserError, match=r"HOROVOD_CROSS_SIZE=1, .*Horovod would crash: .*a host twice; .*\(host:2\)"):
         connect("horovod", world=World(0, 2, launcher="horovodrun --gloo"))
@@ -460,7 +460,7 @@ def test_connect_names_the_different_transports_of_the_ranks(pool):
 
 
 def longest_short_data(backend, port, cores):
-    """Return the byte limits of data sent with comparisons of calls, for a new world on ``cores`` cores and its group."""
+    """Return, for a new world on ``cores`` cores and for its group, how many bytes are sent with a comparison at most."""
     world = replace(backend.world, rendezvous=("127.0.0.1", port))
     with (
         mock.patch("os.sched_getaffinity", return_value=set(range(cores))),
@@ -548,7 +548,7 @@ def test_a_short_wait_for_gloo_returns_false_while_another_rank_is_late(pool):
     pool.run(waits_shortly)
 
 
-def test_short_waits_for_horovod_yield_only_at_first():
+def test_short_waits_for_horovod_release_the_core_only_at_first():
     work = _HorovodWork(SimpleNamespace(library=SimpleNamespace(poll=lambda handle: False)), 0, "sum of 'x'", None, [])
     end = time.monotonic() + 0.02
     while time.monotonic() < end:

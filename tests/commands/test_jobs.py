@@ -82,7 +82,7 @@ def model():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "seconds", "said"),
+    ("ranks", "seconds", "expected"),
     [
         ("01", "60", ["dualtrain: error (rank 0 of 2): interrupted\n", ""]),
         ("1", "60", ["dualtrain: error (rank 0 of 2): stopping, since rank 1 stopped: interrupted\n", ""]),
@@ -90,15 +90,15 @@ def model():
     ],
     ids=["all", "one", "one, while rank 0 waits"],
 )
-def test_a_ctrl_c_before_the_training_prints_one_line_for_the_job(tmp_path, ranks, seconds, said):
+def test_a_ctrl_c_before_the_training_prints_one_line_for_the_job(tmp_path, ranks, seconds, expected):
     (tmp_path / "mine.py").write_text(INTERRUPTED)
     env = ENV | {"INTERRUPTED": ranks, "SECONDS": seconds}
     command = (*MAIN, "--model", "mine:model")
     job = [Forked(command, tmp_path / "output", env | variables, tmp_path) for variables in rank_variables(2)]
     try:
-        assert wait_until(lambda: [rank.errors for rank in job] == said), [rank.errors for rank in job]
+        assert wait_until(lambda: [rank.errors for rank in job] == expected), [rank.errors for rank in job]
         assert {job[int(rank)].wait(30) for rank in ranks} == {130}
-        assert [rank.errors for rank in job] == said
+        assert [rank.errors for rank in job] == expected
     finally:
         for rank in job:
             rank.kill()
@@ -114,8 +114,8 @@ def test_a_stopped_rank_is_named_with_the_step_and_the_operation(backend, tmp_pa
         # The timeout of 6 s starts with rank 0's next operation. With Horovod, Gloo's own timeout of 9 s starts when
         # rank 1 stops. If rank 0 computes for 3 s before that operation, Gloo's timeout expires first, and the message has
         # no " 6 s".
-        said = r"error \(rank 0 of 2\): after step [0-9]+: .* failed on rank 0 of 2: waited( 6 s)? for rank 1, which has "
-        assert re.search(said, ranks[0].errors), ranks[0].errors
+        line = r"error \(rank 0 of 2\): after step [0-9]+: .* failed on rank 0 of 2: waited( 6 s)? for rank 1, which has "
+        assert re.search(line, ranks[0].errors), ranks[0].errors
     finally:
         for rank in ranks:
             rank.kill()
@@ -140,8 +140,8 @@ def test_a_rank_that_raises_is_named_with_its_traceback(backend, tmp_path):
     command = ("-c", RAISING, "--backend", backend, "--run-dir", tmp_path / "run")
     ends = run_ranks(2, command, tmp_path, env=ENV)
     assert [end.returncode for end in ends] == [1, 1]
-    said = [line for line in ends[0].stderr.splitlines() if "rank 0 of 2" in line]
-    assert "rank 1 stopped: RuntimeError: a bug on one rank" in said[0]
+    lines = [line for line in ends[0].stderr.splitlines() if "rank 0 of 2" in line]
+    assert "rank 1 stopped: RuntimeError: a bug on one rank" in lines[0]
     for end in ends:
         assert "failing_step" in end.stderr  # the traceback
 
@@ -170,7 +170,7 @@ def test_errors_before_the_ranks_connect_are_printed_by_every_rank_and_later_err
     assert "the local backend is rank 0 of 1" in local
     assert "--data-dir 'missing'" in data
     assert "infinite or not a number in step" in diverged
-    # No launcher stops rank 1 here, so rank 1 prints the errors from before the ranks connect too.
+    # No launcher stops rank 1 here, so rank 1 also prints the errors that occur before the ranks connect.
     lr, local = second.stderr.splitlines()
     assert "(rank 1 of 2): --lr must be" in lr
     assert "the local backend is rank 0 of 1" in local

@@ -211,7 +211,7 @@ def test_gradients_are_averaged_in_inference_mode(typical):
 
 
 def penalizes(backend, retain):
-    """Add a penalty on the averaged gradients, through their graph; compare with one process."""
+    """Add a penalty on the averaged gradients, and backpropagate it through their graph; compare with one process."""
     losses = [partial(vector_loss, key=rank) for rank in range(backend.size)]
     model, alone = perceptron(), perceptron()
     optimizer = sgd(model, backend)
@@ -351,7 +351,7 @@ def assigns_the_heads_gradient(backend):
     optimizer.close()
 
 
-def replaces_an_average_of_other_ranks(backend):
+def replaces_averages(backend):
     """Replace all averages, as out-of-place clipping does. Only rank 0 uses the parameters of the last layer."""
     model = perceptron()
     optimizer = sgd(model, backend, momentum=0.0)
@@ -390,7 +390,7 @@ def test_a_gradient_that_is_assigned_after_zeros_were_averaged_is_refused(typica
 
 
 def test_averages_of_other_ranks_gradients_may_be_replaced(typical):
-    typical(replaces_an_average_of_other_ranks)
+    typical(replaces_averages)
 
 
 def test_changes_after_backward_are_kept(typical):

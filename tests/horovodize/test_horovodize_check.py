@@ -1,4 +1,4 @@
-"""The checker of Horovod scripts: each rule on a script with a finding and on one without; several files; folders."""
+"""The checker of Horovod scripts: each rule with and without its finding, checks of several files, checks of folders."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMED = (
     "def rises(epoch):\n    if epoch < 5:\n        return (epoch + 1) / 5\n    return 1\n"
 )
 WRAP = "optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())\n"
-PASS = f"{WRAP}def again():\n    optimizer.zero_grad()\n    model(x).backward()\nloss.backward()\n"
+SECOND_PASS = f"{WRAP}def again():\n    optimizer.zero_grad()\n    model(x).backward()\nloss.backward()\n"
 DICTS = (
     "parts = ['train', 'val']\n"
     "s = {x: torch.utils.data.DistributedSampler(d[x], 2, 0) for x in parts}  # HERE\n"
@@ -84,7 +84,7 @@ CASES = [
         "h: object\nh = import_module('other')\nh.allreduce(x)",
     ),
     (
-        "discarded_result",  # a variable hvd that holds an unknown module hides the import only in its function
+        "discarded_result",  # a variable hvd that holds an unknown module hides the import only in the function with it
         "import importlib\ndef load(c):\n    hvd = importlib.import_module(c.name)\n    return hvd\n"
         "def main(hvd):\n    hvd.allreduce(x)  # HERE",
         "import importlib\ndef main(c):\n    hvd = importlib.import_module(c.name)\n    hvd.allreduce(x)",
@@ -617,7 +617,7 @@ CASES = [
     ),
     *(
         (
-            "same_order_every_epoch",  # the end of the range, or the second variable, shows that a loop is over epochs
+            "same_order_every_epoch",  # the end of the range, or the loop variable, shows that a loop is over epochs
             f"s = torch.utils.data.DistributedSampler(d, 2, 0)  # HERE\nfor {loop}:\n"
             "    for x in torch.utils.data.DataLoader(d, sampler=s): pass",
             f"s = torch.utils.data.DistributedSampler(d, 2, 0)\nfor {other}:\n"
@@ -1168,7 +1168,7 @@ CASES = [
         "lr_scale = hvd.size()\nsteps = args.lr_steps * hvd.size()\nscaled_lr = args.lr\nbuild(scaled_lr)",
     ),
     (
-        "clip_before_synchronize",  # no finding if x may not be a parameter, if gradients are zeroed, or after step()
+        "clip_before_synchronize",  # no finding if x is perhaps no parameter, if gradients are zeroed, or after step()
         WRAP + "loss.backward()\nfor p in model.parameters():\n    p.grad.data.clamp_(-1, 1)  # HERE\noptimizer.step()",
         WRAP + "loss.backward()\nx.grad.data.clamp_(-1, 1)\nfor p in model.parameters():\n    p.grad.zero_()\n"
         "optimizer.step()\nfor p in model.parameters():\n    p.grad *= 2",
@@ -1436,8 +1436,8 @@ CASES = [
     *(
         (
             "clip_before_synchronize",  # no finding if the update may be undone
-            f"{PASS}for p in model.parameters():\n    p.data.add_(p.grad)  # HERE\nlog(loss)\noptimizer.step()",
-            f"{PASS}for p in model.parameters():\n    p.data.add_(p.grad)\n{line}\noptimizer.step()",
+            f"{SECOND_PASS}for p in model.parameters():\n    p.data.add_(p.grad)  # HERE\nlog(loss)\noptimizer.step()",
+            f"{SECOND_PASS}for p in model.parameters():\n    p.data.add_(p.grad)\n{line}\noptimizer.step()",
         )
         for line in (
             "again()",
@@ -1457,7 +1457,7 @@ CASES = [
         for other in ("optimizer.synchronize()\n    ", "if hvd.size() == 1: ")
     ),
     (
-        "clip_before_synchronize",  # no finding for a function that synchronizes by another function, and then clips
+        "clip_before_synchronize",  # no finding for a function that calls one that synchronizes, and then clips
         f"{WRAP}{LIMIT}loss.backward()\nlimit(p)  # HERE\noptimizer.step()",
         f"{WRAP}def finish():\n    optimizer.synchronize()\n{LIMIT.replace('torch', 'finish(); torch')}loss.backward()\n"
         "limit(p)\nwith optimizer.skip_synchronize():\n    optimizer.step()",
@@ -2053,7 +2053,7 @@ def test_code_that_needs_mpirun_has_a_finding_of_level_unsupported(call):
         "def setup():\n    return MPI.COMM_WORLD.Get_rank()\nif args.launcher == 'mpi':\n    setup()",
     ],
 )
-def test_code_that_works_without_mpirun_too_has_a_finding_of_level_differs(snippet):
+def test_code_that_also_works_without_mpirun_has_a_finding_of_level_differs(snippet):
     found = findings(source(f"import os\nfrom mpi4py import MPI\nhvd.init()\n{snippet}"))
     assert [finding.level for finding in found if "torchrun" in finding.message] == ["differs"]
 

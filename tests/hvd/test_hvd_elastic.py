@@ -172,7 +172,7 @@ def test_without_objects_nothing_is_sent():
 # -- hosts --------------------------------------------------------------------------------------------------------
 
 
-def interrupted(held):
+def skip_sync_of_interrupt(held):
     """Return ``skip_sync`` of the HostsUpdatedInterrupt that a check raises; ``None`` if it raises none."""
     try:
         held.check_host_updates()
@@ -210,8 +210,8 @@ def test_check_host_updates_raises_once_for_all_received_updates(updates, skip_s
     for timestamp, update in updates:
         held.on_hosts_updated(timestamp, update)
     if library == "dualtrain":
-        assert interrupted(held) is skip_sync
-        assert interrupted(held) is None
+        assert skip_sync_of_interrupt(held) is skip_sync
+        assert skip_sync_of_interrupt(held) is None
     elif skip_sync is not None:
         with pytest.raises(HostsUpdatedInterrupt) as caught:
             held.check_host_updates()
@@ -222,17 +222,17 @@ def test_check_host_updates_raises_once_for_all_received_updates(updates, skip_s
 def test_the_root_decides_whether_hosts_have_changed():
     held = objects(a=1)
     held._bcast_object = lambda _: (0, 3, 1)
-    assert interrupted(held) is True
+    assert skip_sync_of_interrupt(held) is True
     held._bcast_object = lambda _: (3, 3, 0)
     held.on_hosts_updated(9, UPDATES.added)
-    assert interrupted(held) is None
+    assert skip_sync_of_interrupt(held) is None
 
 
 def test_check_host_updates_sends_only_plain_values():
     held = objects(a=1)
     held._bcast_object = mock.Mock(side_effect=lambda obj: obj)
     held.on_hosts_updated(1, UPDATES.mixed)
-    assert interrupted(held) is False
+    assert skip_sync_of_interrupt(held) is False
     ((found,), _) = held._bcast_object.call_args
     assert [type(value) for value in found] == [int, int, int]
 
@@ -255,7 +255,7 @@ def test_a_reset_drops_updates_and_runs_the_callbacks_in_order():
     held.on_hosts_updated(1, UPDATES.added)
     held.on_reset()
     assert seen == [0, 1, 2, 3]
-    assert interrupted(held) is None
+    assert skip_sync_of_interrupt(held) is None
 
 
 # -- run ----------------------------------------------------------------------------------------------------------
@@ -357,7 +357,7 @@ def test_updates_reach_the_state_of_the_running_training(resets, sent):
     assert epochs == [0, 1, 2]
     resets.init.assert_called_once_with()
     common.notification_manager.handle_hosts_updated(2, UPDATES.added)  # no state is registered any more
-    assert interrupted(held) is None
+    assert skip_sync_of_interrupt(held) is None
 
 
 # -- models, optimizers, schedulers -------------------------------------------------------------------------------

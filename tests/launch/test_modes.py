@@ -35,7 +35,7 @@ def elastic(script, folder):
     return run(["horovodrun", "--gloo", "-np", "2", *options, "python", str(script), str(folder)])
 
 
-#: Function that starts the ranks, and the launcher that the ranks detect.
+#: For each mode: the function that starts the ranks; the launcher that the ranks detect.
 MODES = {
     "torchrun, two agents": (two_agents, "torchrun"),
     "horovodrun --mpi": (starter("horovodrun", "--mpi", "-np", "2", "python"), "mpirun"),

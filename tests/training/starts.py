@@ -34,52 +34,52 @@ def start_all(folder: Path) -> list[str]:
 
     The processes simulate two hosts. At the end they are killed, so that they do not release the lock.
     """
-    replies, reply = os.pipe()
-    started, start = os.pipe()
-    processes = {fork(folder, reply, started, index % 2, (replies, start)) for index in range(STARTS)}
-    os.close(started)
-    os.close(reply)
-    os.close(start)  # now each process reads EOF from ``started``, and tries to take the lock
+    reply_read, reply_write = os.pipe()
+    start_read, start_write = os.pipe()
+    processes = {fork(folder, reply_write, start_read, index % 2, (reply_read, start_write)) for index in range(STARTS)}
+    os.close(start_read)
+    os.close(reply_write)
+    os.close(start_write)  # now each process reads EOF from ``start_read``, and tries to take the lock
     try:
-        return answers(replies)
+        return answers(reply_read)
     finally:
         for process in processes:
             os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
-        os.close(replies)
+        os.close(reply_read)
 
 
-def fork(folder: Path, reply: int, started: int, machine: int, parents: tuple[int, ...]) -> int:
-    """Start a process that reads ``started`` to its end, tries to lock the folder, replies, and runs until it is killed.
+def fork(folder: Path, reply_write: int, start_read: int, machine: int, parent_descriptors: tuple[int, ...]) -> int:
+    """Start a process that reads ``start_read`` to its end, tries to lock the folder, replies, and runs until killed.
 
-    The process first closes ``parents``, the descriptors that only its parent uses.
+    The process first closes ``parent_descriptors``, the descriptors that only its parent uses.
     """
     process = os.fork()
     if process:
         return process
-    for descriptor in parents:
+    for descriptor in parent_descriptors:
         os.close(descriptor)
     try:
         folder_lock.identity = lambda: machine  # type: ignore[assignment]
         lock = FolderLock()
-        os.read(started, 1)
+        os.read(start_read, 1)
         try:
             lock.take(folder, LIMIT)
             line = "has it"
         except UserError as error:
             line = "refused" if "is used by" in str(error) else str(error)
-        os.write(reply, f"{line}\n".encode())
+        os.write(reply_write, f"{line}\n".encode())
         renew(lock, threading.Event())
     finally:
         os._exit(1)
 
 
-def answers(replies: int) -> list[str]:
+def answers(reply_read: int) -> list[str]:
     """Wait until all processes have written their lines, for ``LIMIT`` seconds at most, and return the lines."""
     data, deadline = b"", time.monotonic() + LIMIT
     while data.count(b"\n") < STARTS and time.monotonic() < deadline:
-        if select.select([replies], [], [], 1.0)[0]:
-            data += os.read(replies, 4096)
+        if select.select([reply_read], [], [], 1.0)[0]:
+            data += os.read(reply_read, 4096)
     return data.decode().splitlines()
 
 

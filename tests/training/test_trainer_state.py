@@ -591,7 +591,7 @@ def test_averaged_weights_follow_buffers_that_change_their_dtype():
 
 
 @pytest.mark.parametrize("virtual_ranks", [None, 2])
-def test_averaged_weights_follow_buffers_in_steps_without_targets(virtual_ranks):
+def test_averaged_weights_follow_buffers_in_steps_whose_targets_are_all_ignored(virtual_ranks):
     model = nn.Sequential(net(), nn.BatchNorm1d(3))
     with connect("local") as backend:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -791,7 +791,7 @@ class Counted(nn.Module):
 
 
 class Noisy(nn.Module):
-    """A module that the tests use as a loss or in ``forward``. Its output is 100 times as large in training mode."""
+    """A module that the tests use as ``loss``, ``forward`` or ``objective``. The output is 100 times larger in training."""
 
     def forward(self, outputs, targets=None):
         factor = 100.0 if self.training else 1.0

@@ -95,4 +95,4 @@ def steps_to_reach(difference: Difference, run: RunRecord) -> int:
     events = run.ranks[difference.rank].seconds[: difference.order // 2 + 1]
     counts = Counter(number for number, _ in events).values()
     # One more, so that the recorder does not end the run before the step at which the difference was found.
-    return 1 + max(max(counts), sum(counts) // recorder.MOST_ROUNDS)
+    return 1 + max(max(counts), sum(counts) // recorder.TOTAL_FACTOR)

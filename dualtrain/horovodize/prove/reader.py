@@ -53,7 +53,7 @@ def read_record(folder: Path, launched: float | None = None) -> RunRecord:
 
 
 def failure_in(end: dict[str, Any]) -> str:
-    """Return the error or exit status in what :func:`end_of` has returned; "" if it is not a failure."""
+    """Return the error or exit status in ``end``, a result of :func:`end_of`; "" if the script has not failed."""
     failed = end and (end["reason"] == "error" or end["status"])
     return str(end.get("error") or f"exit status {end['status']}") if failed else ""
 

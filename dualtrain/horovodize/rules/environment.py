@@ -17,6 +17,7 @@ from dualtrain.horovodize.rules.sampling import is_for_other_launcher
 from dualtrain.horovodize.rules.single_calls import is_switched_off, mpi_communicator
 from dualtrain.horovodize.source import Finding, Source
 
+#: Text in conditions and ``with`` statements around imports that are optional, or for other libraries.
 _OTHER_USE = re.compile(r"suppress\(|TYPE_CHECKING|tensorflow|keras|mxnet|\b(is_?)?tf\b")
 _OF_MPI = re.compile(r"OMPI_COMM_WORLD_(LOCAL_)?(RANK|SIZE)|PMI_(LOCAL_)?(RANK|SIZE)|MV2_COMM_WORLD_(LOCAL_)?(RANK|SIZE)")
 #: If a script uses a name that it imports from one of these modules, the rule ``unknown_name`` checks the name.
@@ -191,7 +192,7 @@ def variables_of_mpi(source: Source) -> Iterator[Finding]:
 
 
 def _worst(findings: list[Finding]) -> list[Finding]:
-    """Return the first finding on code that does not work, or else the first finding, in a list; may be empty."""
+    """Return a list of the first finding of level "unsupported", or else of the first finding; empty without findings."""
     return sorted(findings, key=lambda finding: finding.level != "unsupported")[:1]
 
 
