@@ -33,7 +33,7 @@ def undefined_names(source: Source) -> Iterator[Finding]:
     if any(isinstance(node, ast.Import) and "builtins" in {each.name for each in node.names} for node in source.nodes):
         return
     try:
-        unknown = _unknown_globals(symtable.symtable(source.text, "script", "exec"))
+        unknown = _unknown_globals(symtable.symtable(source.text, "script", "exec")) - _named_expressions(source)
     except SyntaxError:  # an assignment to x before ``global x``, for example, which ast.parse accepts
         return
     for node in source.nodes:
@@ -62,6 +62,13 @@ def _unknown_globals(module: symtable.SymbolTable) -> set[str]:
     read = {symbol.get_name() for table, symbol in symbols if symbol.is_referenced() and symbol.is_global()}
     read |= {symbol.get_name() for symbol in module.get_symbols() if symbol.is_referenced()}
     return read - bound - set(dir(builtins)) - _KNOWN
+
+
+def _named_expressions(source: Source) -> set[str]:
+    """Return the names that ``:=`` binds in the module. In comprehensions, Python 3.12's ``symtable`` omits them."""
+    scopes = Function | ast.Lambda | ast.ClassDef
+    named = (node for node in source.nodes if isinstance(node, ast.NamedExpr))
+    return {node.target.id for node in named if not any(isinstance(above, scopes) for above in source.above(node))}
 
 
 def _is_local(source: Source, name: ast.Name) -> bool:
