@@ -4,7 +4,7 @@
 averages gradients over the ranks, for a training loop of your own. ``Trainer`` takes whole training steps: forward,
 backward and the optimizer's step. ``run`` calls a function on several ranks of this host.
 
-These modules are public too, and must be imported: ``dualtrain.hvd`` (Horovod's API), ``dualtrain.functional``
+These modules are public too; import them before you use them: ``dualtrain.hvd`` (Horovod's API), ``dualtrain.functional``
 (differentiable collectives), ``dualtrain.batchnorm`` (``synchronize_norms``), ``dualtrain.gradients``
 (``GradientReducer``), ``dualtrain.spark`` and ``dualtrain.ray``.
 """

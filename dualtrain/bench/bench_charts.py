@@ -22,7 +22,7 @@ ROW, HEAD, AXIS = 20, 30, 26  # heights of a row, of a workload's heading, and o
 
 
 @dataclass(frozen=True)
-class Mark:
+class ChartRow:
     """One row of the chart: one contender on one workload.
 
     Attributes:
@@ -38,7 +38,7 @@ class Mark:
     tip: str
 
 
-Groups = dict[str, list[Mark]]  # by workload
+Groups = dict[str, list[ChartRow]]  # by workload
 
 
 def chart_groups(results: Results) -> tuple[str, Groups]:
@@ -58,7 +58,7 @@ def chart_groups(results: Results) -> tuple[str, Groups]:
     return (ENTRIES[reference].title if groups else ""), ordered
 
 
-def _mark(results: Results, name: str, reference: str, job: str) -> Mark | None:
+def _mark(results: Results, name: str, reference: str, job: str) -> ChartRow | None:
     pairs = [(a, b) for a, b in results.pairs(name, reference) if job in a.seconds and job in b.seconds]
     if not pairs:
         return None
@@ -69,7 +69,7 @@ def _mark(results: Results, name: str, reference: str, job: str) -> Mark | None:
         f"{entry.title}, {job}: {found.value:.2f} times the steps per second of {ENTRIES[reference].title}, "
         f"{found.low:.2f} to {found.high:.2f} ({rounds_of(found.pairs)}); {here:.2f} ms against {there:.2f} ms"
     )
-    return Mark(entry.title, entry.module in (OURS, TRAINER), found, tip)
+    return ChartRow(entry.title, entry.module in (OURS, TRAINER), found, tip)
 
 
 def chart(reference: str, groups: Groups, width: int) -> str:
@@ -121,7 +121,7 @@ def _ticks(axis: LogAxis, bottom: float) -> Iterator[str]:
             yield f'<text class="number" x="{x:.1f}" y="{bottom + 16:g}">{ratio:g}</text>'
 
 
-def _row(mark: Mark, axis: LogAxis, y: float, width: int) -> str:
+def _row(mark: ChartRow, axis: LogAxis, y: float, width: int) -> str:
     found, at = mark.found, y + ROW / 2 + 4.5
     below = at if width == WIDE else at + ROW - 4
     middle = below - 4.5

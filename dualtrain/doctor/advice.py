@@ -21,16 +21,16 @@ _CURES = {
 
 def advise(rows: Sequence[Row], backend: str) -> tuple[list[str], list[str]]:
     """Return the problems that prevent a run on ``backend``, and notes on everything else."""
-    problems, notes = _mixed(rows, backend), _other_versions(rows, backend)
+    problems, notes = _different_versions_or_launchers(rows, backend), _other_versions(rows, backend)
     for name in ("torch", "horovod"):
         failures = _failures(rows, name)
         (problems if name == backend else notes).extend(failures)
-    if mismatch := _built_for_another(rows):
+    if mismatch := _built_for_other_torch(rows):
         broken = backend == "horovod" and bool(_failures(rows, "horovod"))
         (problems if broken else notes).append(mismatch)
     # One line per host, because the ranks of a host usually get the same advice.
     found = {row["host"]: line for row in reversed(rows) if (line := gpu_advice(row))}
-    return problems, [*notes, *found.values(), *_crowded(rows), *_cpus(rows)]
+    return problems, [*notes, *found.values(), *_too_many_ranks(rows), *_cpus(rows)]
 
 
 def _grouped(rows: Sequence[Row], values: Sequence[Any]) -> dict[Any, list[int]]:
@@ -56,7 +56,7 @@ def _differing_versions(rows: Sequence[Row], name: str) -> str | None:
     return ", ".join(f"{version or 'none'} ({ranks_in_words(ranks)})" for version, ranks in groups.items())
 
 
-def _mixed(rows: Sequence[Row], backend: str) -> list[str]:
+def _different_versions_or_launchers(rows: Sequence[Row], backend: str) -> list[str]:
     lines = [_version_line(rows, name) for name in _needed(backend) if _differing_versions(rows, name)]
     launchers = _grouped(rows, [(row["launcher"], row["size"]) for row in rows])
     if len(launchers) > 1:
@@ -85,7 +85,7 @@ def _version_line(rows: Sequence[Row], name: str) -> str:
     return f"the ranks have different versions of {name}: {_differing_versions(rows, name)}; {cure}"
 
 
-def _built_for_another(rows: Sequence[Row]) -> str | None:
+def _built_for_other_torch(rows: Sequence[Row]) -> str | None:
     for row in rows:
         built = (row["horovod"] or {}).get("torch")
         if built and built != row["versions"]["torch"]:
@@ -96,7 +96,7 @@ def _built_for_another(rows: Sequence[Row]) -> str | None:
     return None
 
 
-def _crowded(rows: Sequence[Row]) -> list[str]:
+def _too_many_ranks(rows: Sequence[Row]) -> list[str]:
     lines = []
     for host in dict.fromkeys(row["host"] for row in rows):
         here = [row for row in rows if row["host"] == host]

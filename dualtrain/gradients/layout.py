@@ -24,7 +24,7 @@ class Transfer:
 
     Attributes:
         before: factor on this rank's gradients before they are summed, such as its share of the samples.
-        after: factor on the sum; ``None`` for 1/size, which gives the average. With other factors, zero the gradients
+        after: factor on the sum; ``None`` for 1/size, which gives the average. With any other factor, zero the gradients
             after each exchange: otherwise the next exchange sums the previous result over the ranks once more.
         dtype: dtype in which wider floating-point gradients are sent, such as ``torch.float16``; ``None`` for their own.
             For an average, each gradient is divided by the number of ranks before it is converted. In float16, values

@@ -15,7 +15,7 @@ class Settings:
     """Time limits and network interfaces. Horovod's settings objects have the same attributes, and are accepted too.
 
     Attributes:
-        timeout_s: time limit in seconds of each step in the start of the actors.
+        timeout_s: seconds that each step of the start of the actors may take.
         placement_group_timeout_s: seconds for Ray to reserve resources for all actors.
         nics: network interfaces; only the first one is used.
     """
@@ -72,8 +72,8 @@ def placement(
 
     Raises:
         UserError: both or neither of ``num_workers`` and ``num_hosts`` are given, the number of ranks is not a whole
-            number from 1, ``gpus_per_worker`` is neither ``None`` nor 0, without ``use_gpu``, or the CPUs or GPUs of a rank
-            are not finite numbers from 0, or both are 0.
+            number above 0, ``gpus_per_worker`` is given (and not 0) without ``use_gpu``, or a rank's number of CPUs or GPUs
+            is negative or not finite, or both numbers are 0.
     """
     if (num_workers is None) == (num_hosts is None):
         raise UserError(

@@ -20,8 +20,8 @@ class BatchPlan:
 
     Attributes:
         sampler: the order of the training samples, and the global batches.
-        parts: the number of parts of a global batch.
-        mine: the numbers of this rank's parts.
+        parts: how many parts a global batch has.
+        mine: the indices of this rank's parts.
         accumulate: the number of backward passes for each part; a part with fewer samples has one pass for each sample.
     """
 

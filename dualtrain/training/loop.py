@@ -1,4 +1,4 @@
-"""The training loop of the command line: order of batches, evaluations, checkpoints, the end of a run.
+"""The training loop of the command line: steps, evaluations, checkpoints and the end of a run.
 
 This module passes sections of the ``Config``, or a dict of all settings, to other modules, never the ``Config`` itself.
 """
@@ -155,7 +155,7 @@ def _opened(name: str, config: Config, backend: Backend, task: Task, start: Star
 
 
 class Run:
-    """One run, from step 0 or a checkpoint to its summary. The constructor is collective, and writes no file."""
+    """One run, from step 0 or from a checkpoint, to the summary. The constructor is collective, and writes no file."""
 
     def __init__(self, name: str, config: Config, backend: Backend, task: Task, model: nn.Module, lock: FolderLock) -> None:
         step, length = config.step, config.length
@@ -465,8 +465,8 @@ class Run:
     ) -> NoReturn:
         """Raise DivergedError. Its message names the cause if that is one of the samples with the indices ``numbers``.
 
-        ``what`` ends with " on " and the ranks. First wait until a checkpoint that is being written is complete: rank 0's
-        message names the last one. Call this method on every rank, so that every rank raises.
+        ``what`` ends with " on " and the ranks. Rank 0's message names the last checkpoint, so first wait until a
+        checkpoint that is being written is complete. Call this method on every rank, so that every rank raises.
         """
         self.writer.wait()
         last = ""

@@ -108,9 +108,9 @@ class FakeBucket:
 
 
 def sent_in_a_round(schedule, order):
-    """Mark one gradient ready in each bucket of ``order``, and send buckets as soon as possible; then send the others.
+    """For each entry of ``order``, mark one gradient of that bucket ready, and send buckets as soon as possible.
 
-    Return the indices of the buckets in the order of sending, and how many were sent while gradients became ready.
+    Then send the others. Return the indices of the buckets in the order of sending, and how many were sent while gradients became ready.
     """
     sent = []
     for bucket in order:

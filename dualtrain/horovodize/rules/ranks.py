@@ -117,7 +117,7 @@ def sends_rate(source: Source) -> bool:
 def only_waits(source: Source, call: ast.Call) -> bool:
     """Return whether ``call``, a call of some ``synchronize``, waits for a handle, a wrapped optimizer or a device.
 
-    Such a call sends nothing but gradients: an earlier call has started the operation of the handle.
+    Such a call starts no operation, except the exchange of a wrapped optimizer's gradients.
     """
     if name := source.name(call.func):
         return name.startswith("torch.") or source.hvd(call.func) == "synchronize"
@@ -131,7 +131,7 @@ def _comparison(unmatched: _Unmatched) -> str:
 
 
 class Collectives:
-    """Finds calls that all ranks must make.
+    """Finder of calls that all ranks must make.
 
     These are:
 

@@ -92,7 +92,7 @@ def sampler_by_local_rank(source: Source) -> Iterator[Finding]:
             if name == f"local_{right}" and not _counts_ranks_of_host(source, call):
                 wrong = f"local_{right}(), so all hosts"
             elif (
-                isinstance(value, ast.Constant) and (right == "rank" or value.value == 1) and _is_of_one_rank(source, call)
+                isinstance(value, ast.Constant) and (right == "rank" or value.value == 1) and _has_fixed_rank(source, call)
             ):
                 wrong = f"{ast.unparse(value)} on all ranks, so they"
             else:
@@ -112,7 +112,7 @@ def _counts_ranks_of_host(source: Source, call: ast.Call) -> bool:
     return not any(source.hvd(call.func) in ("size", "local_size") for call in calls)
 
 
-def _is_of_one_rank(source: Source, call: ast.Call) -> bool:
+def _has_fixed_rank(source: Source, call: ast.Call) -> bool:
     """Return whether the sampler that ``call`` makes has a constant rank, and all ranks of a run train on its samples."""
     rank, data = argument_at(call, 2, "rank"), first_argument(call, "dataset")
     if not isinstance(rank, ast.Constant) or data is None or not source.wraps or runs_on_driver(source, call):
@@ -247,7 +247,7 @@ _EPOCHS = re.compile(r"^(train(ing)?_?)?epochs$|^(n|nb|num|number_of|max|total)_
 
 
 def _epoch_loops(source: Source) -> list[ast.For]:
-    """Return the loops that look like loops over epochs. If only its range looks so, a loop must also train."""
+    """Return the loops that look like loops over epochs. A loop that only its range makes look so must also train."""
     names = {node: _epoch_variable(node) for node in source.nodes if isinstance(node, ast.For)}
     loops = [loop for loop, name in names.items() if name and not _runs_once(source, loop)]
     return [loop for loop in loops if _EPOCH.search(names[loop]) or _may_train(source, loop, set())]

@@ -1,4 +1,4 @@
-"""Rules on the order of calls between backward and step."""
+"""Rules on the order of calls between backward and step. The docstring of a rule describes the code that it reports."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def _is_of_another_optimizer(source: Source, event: Event) -> bool:
 
 
 def _is_of_unwrapped_model(source: Source, event: Event) -> bool:
-    """Return whether ``event`` is in a loop over the parameters of a model that certainly no wrapped optimizer has."""
+    """Return whether ``event`` is in a loop over the parameters of a model that surely has no wrapped optimizer."""
     known = [models_of_optimizer(source, wrap) for _, wrap in source.wraps]
     if event.kind == "clip" or not known or not all(known) or any(file.wraps for file in source.files[1:]):
         return False
