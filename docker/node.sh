@@ -47,6 +47,7 @@ for name in "${names[@]}"; do
     sleep 1
   done
 done
+trap 'exit 143' TERM # bash exits after the launcher, and not before the ranks have saved
 umask 022
 runs=$PWD/runs/cluster-$(date +%Y%m%d-%H%M%S)-$$
 

@@ -193,22 +193,26 @@ trained 2
 [ "$(find "$logs/runs" -name summary.json -user "$owner" | wc -l)" = 2 ] || fail "$logs/runs does not have two runs of user $owner"
 
 # SIGTERM, as a cluster's scheduler sends it: the ranks save and exit before SIGKILL.
-stopped() {
-  local id log=$logs/stopped-run status
-  id=$(compose run -d "$1" --epochs 100000 | tail -n 1)
+# stop_in_epoch_3 CONTAINER: stops the container once it has reached epoch 3, and checks that its ranks have saved.
+stop_in_epoch_3() {
+  local log=$logs/stopped-run status
   for _ in $(seq 60); do
-    docker logs "$id" >"$log" 2>&1
+    docker logs "$1" >"$log" 2>&1
     if grep -q 'epoch 3' "$log"; then break; fi
     sleep 1
   done
-  docker stop -t 60 "$id" >/dev/null
-  docker logs "$id" >"$log" 2>&1
-  status=$(docker inspect -f '{{.State.ExitCode}}' "$id")
+  docker stop -t 60 "$1" >/dev/null
+  docker logs "$1" >"$log" 2>&1
+  status=$(docker inspect -f '{{.State.ExitCode}}' "$1")
   tail -n 5 "$log"
   [ "$status" != 137 ] && grep -q saved "$log"
 }
-check "stop, torch" stopped torch
-check "stop, horovod" stopped horovod
+stopped() { stop_in_epoch_3 "$(compose run -d "$1" --epochs 100000 | tail -n 1)"; }
+stopped_cluster() {
+  compose --profile cluster up -d && stop_in_epoch_3 "$(compose --profile cluster ps -q node1)" && compose --profile cluster down
+}
+for name in torch horovod compare; do check "stop, $name" stopped "$name"; done
+check "stop, cluster" stopped_cluster
 
 check "cluster" compose --profile cluster up --no-color --exit-code-from node1
 trained 4

@@ -1,9 +1,13 @@
-"""launch/torchrun.sh, horovodrun.sh and mpirun.sh turn the same variables and flags into their launchers' options."""
+"""launch/torchrun.sh, horovodrun.sh and mpirun.sh turn the same variables and flags into their launchers' options.
+
+demo.sh, which runs two launchers one after the other, ends after the launcher that a signal stops.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +51,24 @@ def test_help_of_the_comparison_scripts_starts_no_run(name, tmp_path):
     assert f"  bash launch/{name}.sh [flags of dualtrain train, for " in end.stdout
     assert "RUNS " in end.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_demo_ends_after_its_launcher_if_both_get_sigterm(tmp_path):
+    program = "trap 'sleep 1; echo saved; exit 1' TERM; echo started; while :; do sleep 0.1; done"
+    make_environment(tmp_path, "horovodrun", program)
+    (tmp_path / "launch").mkdir()
+    shutil.copy(ROOT / "launch" / "demo.sh", tmp_path / "launch")
+    (tmp_path / "launch" / "setup.sh").touch()
+    env = {**os.environ, "DUALTRAIN_VENV": str(tmp_path), "RUNS": str(tmp_path / "runs")}
+    command = ["bash", str(tmp_path / "launch" / "demo.sh")]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True) as demo:
+        assert demo.stdout is not None
+        for line in demo.stdout:
+            if line == "started\n":
+                break
+        os.killpg(demo.pid, signal.SIGTERM)
+        status = demo.wait(timeout=60)
+        assert (status, demo.stdout.read()) == (143, "saved\n")  # and not "== torchrun"
 
 
 def test_setup_has_help_and_refuses_unknown_arguments():
