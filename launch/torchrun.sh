@@ -30,7 +30,9 @@ if [ -z "$mine" ] && [ "${#counts[@]}" -gt 1 ]; then
 fi
 nproc=${mine:-${counts[0]}}
 
-rendezvous=(--standalone)
+# Without --local-addr, torchrun looks up this host's name. If the name has no address, as with docker run --network none, it waits for
+# minutes.
+rendezvous=(--standalone --local-addr=localhost)
 if [ "${#names[@]}" -gt 1 ]; then
   if [ -z "${PORT:-}" ]; then
     refuse "PORT is not set, but the rendezvous of ${#names[@]} hosts needs a port: set it to a free port of ${names[0]%%:*}"

@@ -182,6 +182,8 @@ learned
 check "one process, restricted" inside --cap-drop ALL --security-opt no-new-privileges --read-only --tmpfs /tmp \
   --mount type=volume,destination=/opt/dualtrain/runs "$IMAGE"
 learned
+check "torchrun, no network" inside --network none "$IMAGE" bash launch/torchrun.sh
+learned
 # Keep the runs in a folder of this machine, and train as a user who is not in the image's /etc/passwd.
 owner=$(id -u)
 if [ "$owner" = 0 ]; then owner=12345; fi

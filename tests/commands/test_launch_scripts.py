@@ -112,7 +112,7 @@ def test_torchrun_reads_this_hosts_number_of_ranks_from_the_variable_hosts(tmp_p
 #: The ends of the commands that each script starts: for NPROC=3, and for NPROC=2 HOSTS="one:2,two" IFACE="lo" PORT=7.
 STARTS = {
     "torchrun": (
-        "torchrun --standalone --nproc-per-node=3 -m dualtrain.main --lr 1",
+        "torchrun --standalone --local-addr=localhost --nproc-per-node=3 -m dualtrain.main --lr 1",
         "torchrun --nnodes=2 --rdzv-backend=c10d --rdzv-endpoint=one:7 --rdzv-id=dualtrain-7 --nproc-per-node=2"
         " -m dualtrain.main --lr 1",
     ),
