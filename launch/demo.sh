@@ -16,7 +16,10 @@ DUALTRAIN_WITH=${DUALTRAIN_WITH:-tree} bash "$root/launch/setup.sh"
 source "${DUALTRAIN_VENV:-$root/.venv}/bin/activate"
 
 runs=${RUNS:-$root/runs/demo-$(date +%Y%m%d-%H%M%S)-$$}
-mkdir -p "$runs"
+if ! reason=$(mkdir -p "$runs" 2>&1); then
+  echo "demo.sh: error: $runs cannot be made (${reason##*: }): set RUNS to a folder that you may write" >&2
+  exit 2
+fi
 
 echo; echo "== horovodrun, Horovod =="
 horovodrun --gloo -np 2 python -m dualtrain.main --backend horovod --run-dir "$runs/horovod" "$@"

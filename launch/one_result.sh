@@ -47,7 +47,7 @@ if [ $# = 0 ]; then set -- --epochs 2; fi
 DUALTRAIN_WITH=${DUALTRAIN_WITH:-tree} bash "$root/launch/setup.sh"
 source "${DUALTRAIN_VENV:-$root/.venv}/bin/activate"
 runs=${RUNS:-$root/runs/one-result-$(date +%Y%m%d-%H%M%S)-$$}
-mkdir -p "$runs"
+reason=$(mkdir -p "$runs" 2>&1) || refuse "$runs cannot be made (${reason##*: }): set RUNS to a folder that you may write"
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun would set it and print five lines about it
 mpi=(mpirun --oversubscribe --bind-to none) # ranks may outnumber cores
 if [ "$(id -u)" = 0 ]; then mpi+=(--allow-run-as-root); fi

@@ -20,7 +20,10 @@ DUALTRAIN_WITH=${DUALTRAIN_WITH:-tree} bash "$root/launch/setup.sh"
 source "${DUALTRAIN_VENV:-$root/.venv}/bin/activate"
 
 runs=${RUNS:-$root/runs/ways-$(date +%Y%m%d-%H%M%S)-$$}
-mkdir -p "$runs"
+if ! reason=$(mkdir -p "$runs" 2>&1); then
+  echo "ways.sh: error: $runs cannot be made (${reason##*: }): set RUNS to a folder that you may write" >&2
+  exit 2
+fi
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # torchrun would set it and print five lines about it
 done_runs=()
 

@@ -53,6 +53,20 @@ def test_help_of_the_comparison_scripts_starts_no_run(name, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["demo", "ways", "one_result"])
+def test_the_comparison_scripts_refuse_a_folder_that_cannot_be_made(name, tmp_path):
+    make_environment(tmp_path, "horovodrun")
+    (tmp_path / "launch").mkdir()
+    shutil.copy(ROOT / "launch" / f"{name}.sh", tmp_path / "launch")
+    (tmp_path / "launch" / "setup.sh").touch()
+    env = {**os.environ, "DUALTRAIN_VENV": str(tmp_path), "RUNS": "/dev/null/runs", "LC_ALL": "C"}
+    command = ["bash", str(tmp_path / "launch" / f"{name}.sh")]
+    end = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    reason = "/dev/null/runs cannot be made (Not a directory)"
+    message = f"{name}.sh: error: {reason}: set RUNS to a folder that you may write\n"
+    assert (end.returncode, end.stdout, end.stderr) == (2, "", message)
+
+
 def test_the_demo_ends_after_its_launcher_if_both_get_sigterm(tmp_path):
     program = "trap 'sleep 1; echo saved; exit 1' TERM; echo started; while :; do sleep 0.1; done"
     make_environment(tmp_path, "horovodrun", program)
