@@ -52,8 +52,8 @@ class Passes:
 
     Attributes:
         targets_per_sample: with ``count``, the mean number of targets per sample in one batch: the first batch of a step on
-            the lowest rank where this batch has targets. Equal on all ranks; ``None`` before such a step. Sums are divided
-            by it, so that ``expected`` can be a number of samples.
+            the lowest rank that has batches. Equal on all ranks; ``None`` before a step whose batch has targets. Sums are
+            divided by it, so that ``expected`` can be a number of samples.
     """
 
     def __init__(
@@ -125,19 +125,20 @@ class Passes:
         """
         if self.targets_per_sample is None and not self._compared:
             self._agree(count(targets) / len(targets) if len(targets) else 0.0)
-        # If no rank's first batch has targets, the sums of this step are not divided, and the ranks agree in the next step.
+        # If that batch has no targets, the sums of this step are not divided, and the ranks agree in the next step.
         unit = self.targets_per_sample or 1.0
         return [each / unit for each in sums]
 
     def _agree(self, mine: float) -> None:
-        """Set :attr:`targets_per_sample` to ``mine`` of the first rank on which ``mine`` is not 0. Collective.
+        """Set :attr:`targets_per_sample` to ``mine`` of the first rank with a batch; on others, ``mine`` is -1. Collective.
 
-        With virtual ranks, rank 0's first batch is the same at any world size. If that batch has targets, the result is
-        the same, too.
+        With virtual ranks, the first rank's first batch is the same at any world size, so the result is the same, too. That
+        batch counts even if it has no targets: a rank cannot wait for a later batch, because backward may be collective.
         """
         row = torch.tensor([mine], dtype=torch.float64, device="cpu")
         counts = self.backend.allgather(row, name="targets per sample").tolist()
-        self.targets_per_sample, self._compared = next(filter(None, counts), None), True
+        self.targets_per_sample = next((each for each in counts if each >= 0), None) or None
+        self._compared = True
 
     @contextmanager
     def _accumulating(self) -> Iterator[None]:
@@ -164,7 +165,7 @@ class Passes:
             DivergedError: on every rank, if a loss is infinite or not a number.
         """
         if self._count is not None and self.targets_per_sample is None and not self._compared:  # on a rank without batches
-            self._agree(0.0)
+            self._agree(-1.0)
         self._compared = False
         if not self.optimizer.reducer.is_reduced():  # on a rank without samples; otherwise backward has reduced them
             self.optimizer.synchronize()

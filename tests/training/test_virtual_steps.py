@@ -286,6 +286,23 @@ def test_a_batch_may_be_a_list_of_inputs_and_targets():
         assert loaded(backend, "loader") == loaded(backend, "split")
 
 
+def with_an_empty_batch(backend):
+    """Train with a loss that is a mean over elements. In the first step, the batch of the first shard has no samples."""
+    trainer = trainer_with(seeded(nn.Linear(4, 3)), backend, loss=nn.MSELoss())
+    x, y = samples()[0], vectors(8, 12)[:, :3]
+    totals = []
+    for bounds in ([0, 0, 3, 6, 12], [0, 3, 5, 7, 12]):
+        shards = [slice(*bounds[shard : shard + 2]) for shard in trainer.shards]
+        totals.append(trainer.step([(x[shard], y[shard]) for shard in shards], 12.0).totals)
+    trainer.close()
+    return digest(trainer), totals
+
+
+def test_the_first_batch_of_a_step_may_have_no_samples():
+    alone = run_threads(1, with_an_empty_batch)
+    assert run_threads(2, with_an_empty_batch) == alone * 2
+
+
 # -- BatchNorm over all ranks -----------------------------------------------------------------------------------------
 
 
