@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from functools import partial
 
 import pytest
@@ -101,6 +102,26 @@ def test_shards_on_any_number_of_ranks_have_the_same_bits(shards, dtype):
     for size in (*range(2, shards + 1), shards + 1):
         for found in run_threads(size, sharded, shards, dtype):
             assert found == alone, size
+
+
+def with_infinite_gradients(backend):
+    """Return the average over four shards of a complex gradient that has infinite real and imaginary parts."""
+    p = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    optimizer, mine = with_four_shards(nn.ParameterList([p]), backend)
+    optimizer.reducer.begin_shards()
+    for shard in mine:
+        with optimizer.no_sync():
+            p.view_as(p).backward(torch.tensor([complex(math.inf, 1), complex(1, shard), complex(1, -math.inf)]))
+        if shard != mine[-1]:
+            optimizer.reducer.add_shard()
+    optimizer.step()
+    optimizer.close()
+    return p.grad.tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_complex_shards_are_added_by_part(size):
+    assert run_threads(size, with_infinite_gradients) == [[complex(math.inf, 1), 1 + 1.5j, complex(1, -math.inf)]] * size
 
 
 def test_the_factor_before_the_sum_applies_to_every_shard():
