@@ -27,7 +27,7 @@ horovodrun --gloo -np 2 python -m dualtrain.main --backend horovod --run-dir "$r
 echo; echo "== torchrun, torch.distributed =="
 # Without OMP_NUM_THREADS, torchrun sets it and prints five lines about it. dualtrain sets the number of threads itself.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-torchrun --standalone --nproc_per_node=2 -m dualtrain.main --backend torch --run-dir "$runs/torch" "$@"
+torchrun --standalone --local-addr=localhost --nproc_per_node=2 -m dualtrain.main --backend torch --run-dir "$runs/torch" "$@"
 
 echo
 python -m dualtrain.compare "$runs/horovod" "$runs/torch"

@@ -80,7 +80,7 @@ run_way() {
     nproc-*) train "$name" "${main[@]}" --nproc "$size" --backend torch --transport "${way#*-}" "$@" ;;
     torchrun-*)
       set -- --backend torch --transport "${way#*-}" "$@"
-      train "$name" torchrun --standalone --nproc_per_node="$size" "${main[@]:1}" "$@"
+      train "$name" torchrun --standalone --local-addr=localhost --nproc_per_node="$size" "${main[@]:1}" "$@"
       ;;
     horovodrun-*) train "$name" horovodrun "--${way#*-}" -np "$size" "${main[@]}" --backend horovod "$@" ;;
     mpirun-*) train "$name" "${mpi[@]}" -np "$size" "${main[@]}" --backend "${way#*-}" "$@" ;;

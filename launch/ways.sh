@@ -46,10 +46,10 @@ main=(python -m dualtrain.main)
 way one-process "${main[@]}" --backend local "$@"
 way data-parallel "${main[@]}" --backend local --data-parallel "$@"
 way data-parallel-loss "${main[@]}" --backend local --data-parallel --parallel-loss "$@"
-way torchrun torchrun --standalone --nproc_per_node="$nproc" -m dualtrain.main --backend torch "$@"
+way torchrun torchrun --standalone --local-addr=localhost --nproc_per_node="$nproc" -m dualtrain.main --backend torch "$@"
 way spawn "${main[@]}" --nproc "$nproc" --backend torch "$@"
 way horovodrun horovodrun --gloo -np "$nproc" python -m dualtrain.main --backend horovod "$@"
-way torchrun-bf16 torchrun --standalone --nproc_per_node="$nproc" -m dualtrain.main --backend torch --amp bf16 "$@"
+way torchrun-bf16 torchrun --standalone --local-addr=localhost --nproc_per_node="$nproc" -m dualtrain.main --backend torch --amp bf16 "$@"
 
 echo
 python -m dualtrain.compare "${done_runs[@]}"

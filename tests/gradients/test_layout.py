@@ -110,7 +110,8 @@ class FakeBucket:
 def sent_in_a_round(schedule, order):
     """For each entry of ``order``, mark one gradient of that bucket ready, and send buckets as soon as possible.
 
-    Then send the others. Return the indices of the buckets in the order of sending, and how many were sent while gradients became ready.
+    Then send the others. Return the indices of the buckets in the order of sending, and how many were sent while gradients
+    became ready.
     """
     sent = []
     for bucket in order:
