@@ -402,6 +402,16 @@ CASES = [
         "optimizer.add_param_group({'params': p})\n" + WRAP,
     ),
     (
+        "predivided_groups",
+        "optimizer = hvd.DistributedOptimizer(sgd, gradient_predivide_factor=args.factor, num_groups=args.groups)  # HERE",
+        "optimizer = hvd.DistributedOptimizer(sgd, gradient_predivide_factor=1.0, groups=8)",
+    ),
+    (
+        "predivided_groups",
+        "optimizer = hvd.DistributedOptimizer(sgd, groups=[[w]], gradient_predivide_factor=2.0)  # HERE",
+        "optimizer = hvd.DistributedOptimizer(sgd, groups=None, num_groups=0, gradient_predivide_factor=2.0)",
+    ),
+    (
         "checkpoint_before_wrapping",
         "optimizer.load_state_dict(state)  # HERE\n" + WRAP,
         "model.load_state_dict(state)\n" + WRAP + "optimizer.load_state_dict(state)",

@@ -25,6 +25,7 @@ CAUSES: tuple[Rule, ...] = (
     single_calls.half_precision,
     single_calls.adasum,
     single_calls.join_with_other_operations,
+    wrapping.predivided_groups,
     weights.never_broadcast,
     weights.loaded_on_some_ranks,
     wrapping.frozen_after_wrapping,

@@ -99,6 +99,7 @@ RULES: tuple[Rule, ...] = (
     unwrapped.never_wrapped,
     unwrapped.wrapped_twice,
     wrapping.set_to_none,
+    wrapping.predivided_groups,
     wrapping.group_after_wrapping,
     wrapping.checkpoint_before_wrapping,
     wrapping.optimizer_state,

@@ -21,6 +21,25 @@ def set_to_none(source: Source) -> Iterator[Finding]:
             yield Finding(call.lineno, "differs", message)
 
 
+def predivided_groups(source: Source) -> Iterator[Finding]:
+    """A gradient_predivide_factor that Horovod ignores, because parameters are in groups."""
+    for call in source.hvd_calls("DistributedOptimizer"):
+        factor = keyword(call, "gradient_predivide_factor")
+        grouped = any(not _is_one_of(source, keyword(call, word), (None, 0)) for word in ("groups", "num_groups"))
+        if grouped and not _is_one_of(source, factor, (None, 1)):
+            message = (
+                "dualtrain divides gradients by gradient_predivide_factor before the sum, but Horovod ignores the factor "
+                "for parameters in groups; nothing to do"
+            )
+            yield Finding(call.lineno, "differs", message)
+
+
+def _is_one_of(source: Source, value: ast.expr | None, wanted: tuple[int | None, ...]) -> bool:
+    """Return whether the argument ``value`` is omitted, or is certainly one of ``wanted``."""
+    constant = source.constant(value)
+    return value is None or (constant is not None and constant.value in wanted)
+
+
 def group_after_wrapping(source: Source) -> Iterator[Finding]:
     """Parameter groups that are added to a wrapped optimizer."""
     for call in _on_wrapped(source, "add_param_group"):
