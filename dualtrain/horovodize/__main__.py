@@ -32,7 +32,8 @@ from collections.abc import Sequence
 from dualtrain.console import print_error, refuse_on_all, show
 from dualtrain.errors import UserError
 from dualtrain.horovodize.run_script import Program, load_module, load_script
-from dualtrain.launchers import World, detect_world
+from dualtrain.launchers import World, detect_world, torchrun_is_parent
+from dualtrain.processes import signal_at_parents_end
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -52,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
         except KeyboardInterrupt:
             print_error("interrupted")
             return 128 + signal.SIGINT
-    world = World()
+    world, parent = World(), os.getppid()
     try:
         if first in ("-h", "--help"):
             show((__doc__ or "python -OO has removed this help: start without -OO and PYTHONOPTIMIZE=2").strip())
@@ -61,6 +62,8 @@ def main(arguments: Sequence[str]) -> int:
         program = _load(first, rest)
     except UserError as error:
         return refuse_on_all(error, world)
+    if torchrun_is_parent():
+        signal_at_parents_end(signal.SIGTERM, parent)  # if the agent is killed: end
     program.run()
     return 0
 

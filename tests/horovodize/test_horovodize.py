@@ -316,3 +316,19 @@ def test_child_processes_of_a_script_can_import_horovod(tmp_path):
     ended = python("-m", "dualtrain.horovodize", script, "a")
     assert (ended.returncode, ended.stderr) == (5, "")
     assert ended.stdout.splitlines() == [f"{way} __mp_main__ dualtrain 0 1 ['a']" for way in ("spawn", "forkserver")]
+
+
+def test_a_rank_ends_if_torchruns_agent_is_killed(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("import time\nprint('started', flush=True)\ntime.sleep(5)\nprint('still running')\n")
+    agent = (
+        "import os, subprocess, sys\nvalues = dict(TORCHELASTIC_RUN_ID='none', RANK='0', LOCAL_RANK='0', WORLD_SIZE='1',\n"
+        "LOCAL_WORLD_SIZE='1', MASTER_ADDR='127.0.0.1', MASTER_PORT='29400')\n"
+        "subprocess.call([sys.executable, '-m', 'dualtrain.horovodize', sys.argv[1]], env={**os.environ, **values})"
+    )
+    command = [sys.executable, "-c", agent, str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=CLEAN_ENV) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "started\n"
+        process.kill()
+        assert process.stdout.read() == ""
