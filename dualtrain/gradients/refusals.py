@@ -85,6 +85,9 @@ class Refusals:
         self._replaced: dict[tuple[int, str], tuple[ModuleAttribute, str]] = {}
         self.flag = torch.zeros(1, device="cpu")
         self._late: LateFlag | None = None
+        #: The ranks' states in this round, after the ranks have compared them. After an interrupt such as Ctrl-C, a rank
+        #: calls ``flagged`` again, but the other ranks may have ended the round.
+        self._states: list[int] | None = None
 
     def record_parameters(self, named: Named) -> None:
         """Record the ``named`` parameters, whose dtypes, devices and shapes must not change from now on."""
@@ -194,6 +197,7 @@ class Refusals:
         compares = self.in_step and (self.flag.is_cpu or cpu_waits)
         nan = compares or self.reason(buckets) is not None
         self.flag.fill_(math.nan if nan else math.inf if self.steps % 2 else -math.inf)
+        self._states = None
 
     def clear_flag(self) -> None:
         """Set the flag to 0, for each shard of this rank in a step except the last. For the last, see :meth:`set_flag`."""
@@ -227,12 +231,14 @@ class Refusals:
 
     def _compare(self, backend: Backend, *, refuses: bool) -> bool:
         """Compare reasons and steps without the flag; return the result of :meth:`flagged`. Collective; blocks."""
-        backend.drain()
-        mine = 2 if refuses else self.steps % 2
-        states = [divmod(each, 4) for each in agree(backend, Call("refusals of gradients"), 4 * self.in_step + mine)]
+        if self._states is None:
+            backend.drain()
+            mine = 2 if refuses else self.steps % 2
+            self._states = agree(backend, Call("refusals of gradients"), 4 * self.in_step + mine)
         if not self.in_step:
-            self.ranks_in_step = [rank for rank, (in_step, _) in zip(backend.members, states, strict=True) if in_step]
-        outcomes = {outcome for _, outcome in states}
+            others = zip(backend.members, self._states, strict=True)
+            self.ranks_in_step = [rank for rank, state in others if state >= 4 and rank != backend.job_rank]
+        outcomes = {state % 4 for state in self._states}
         return 2 in outcomes or len(outcomes) > 1
 
     def leave_layout(self, backend: Backend, buckets: Sequence[Bucket], sent: int, cpu_waits: bool) -> None:
@@ -254,6 +260,7 @@ class Refusals:
         for bucket in buckets[sent:]:
             bucket.clear()
         self.flag.fill_(math.nan)
+        self._states = None
         backend.drain()
         for bucket in buckets[sent:]:
             bucket.start()

@@ -364,3 +364,36 @@ def interrupted_after_the_sums(backend):
 def test_sums_that_arrived_before_an_interrupt_are_not_exchanged_again():
     of_rank_0, of_rank_1 = run_threads(2, interrupted_after_the_sums)
     assert of_rank_0 == of_rank_1
+
+
+def interrupted_in_step(backend, again):
+    """Interrupt rank 0's step after the ranks have averaged gradients that backward did not average.
+
+    Rank 0 then completes this step without the other rank.
+    """
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    model = two_models()[0]
+    optimizer = wrapped(model, backend)
+    for step in (1, 2, 3):
+        optimizer.zero_grad()
+        with optimizer.no_sync():
+            model(torch.ones(2, 6) * (backend.rank + step)).square().mean().backward()
+        if backend.rank == 0 and step == 2:
+            bucket = optimizer.reducer.buckets[0]
+            bucket.unpack = interrupt
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+            del bucket.unpack
+            if again == "synchronize":
+                optimizer.synchronize()
+        optimizer.step()
+    return weights_sha256(model)
+
+
+@pytest.mark.parametrize("again", ["step", "synchronize"])
+def test_ranks_whose_step_averages_do_not_compare_again_after_an_interrupt(again):
+    of_rank_0, of_rank_1 = run_threads(2, interrupted_in_step, again)
+    assert of_rank_0 == of_rank_1
