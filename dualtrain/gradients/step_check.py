@@ -28,16 +28,17 @@ class StepCheck:
     def __init__(self, slots: Sequence[Slot]) -> None:
         self._slots = slots
         self._ranks: list[int] = []
-        self._sums: list[list[int]] = []
+        self._sums: list[tuple[Slot, list[int]]] = []
 
     def record(self, ranks: list[int]) -> None:
         """Record the gradients as they are now, if there are ``ranks`` that use them unchanged. Not collective."""
         self._ranks = ranks
-        self._sums = _bit_sums(self._slots) if ranks else []
+        self._sums = [(slot, _bit_sums(slot)) for slot in self._slots if _has_one_reducer(slot)] if ranks else []
 
     def refuse_changed(self, rank: int) -> None:
         """Raise BackendError if a gradient was changed since :meth:`record`. Not collective. ``rank`` is this rank."""
-        if not self._ranks or _bit_sums(self._slots) == self._sums:
+        # Since ``record``, reducers of a parameter may have been closed, freed or made.
+        if all(_bit_sums(slot) == sums for slot, sums in self._sums if _has_one_reducer(slot)):
             return
         raise BackendError(
             f"rank {rank} has changed the averages of its gradients (by clipping, for example), but rank "
@@ -46,10 +47,15 @@ class StepCheck:
         )
 
 
+def _has_one_reducer(slot: Slot) -> bool:
+    """Return whether no other reducer averages this parameter: it has one hook of a reducer, or none after ``close``."""
+    return len(reducers_of(slot.param)) <= 1
+
+
 @torch.no_grad()
-def _bit_sums(slots: Sequence[Slot]) -> list[list[int]]:
-    """Return the sums of the bits of every gradient, as integers. Nearly every change of a gradient changes its sum."""
-    return [[_bit_sum(part) for part in _parts(slot.param.grad)] for slot in slots if len(reducers_of(slot.param)) == 1]
+def _bit_sums(slot: Slot) -> list[int]:
+    """Return the sums of the bits of a gradient's parts, as integers. Nearly every change of a gradient changes a sum."""
+    return [_bit_sum(part) for part in _parts(slot.param.grad)]
 
 
 def _parts(grad: torch.Tensor | None) -> list[torch.Tensor]:

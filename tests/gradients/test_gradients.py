@@ -379,6 +379,22 @@ def test_a_rank_without_backward_can_change_averages_after_synchronize(typical):
     typical.each(changed_by_some_ranks, [(clip_norm, True), (clamp_data, True)])
 
 
+def closed_before_step(backend):
+    """Close the optimizer after backward, but on the last rank, which has no backward, after its step."""
+    model = perceptron()
+    optimizer = sgd(model, backend)
+    if backend.rank < backend.size - 1:
+        vector_loss(model, backend.rank).backward()
+        optimizer.close()
+    optimizer.step()
+    optimizer.close()
+    assert same_on_all(backend, list(model.parameters()))
+
+
+def test_unchanged_averages_may_be_used_after_close_if_a_rank_has_no_backward(typical):
+    typical(closed_before_step)
+
+
 def skipped_then_idle(backend, zero_grad):
     """Skip a step on all ranks, as GradScaler can do; in the next step, the last rank has no backward."""
     model = perceptron()
