@@ -61,7 +61,7 @@ class Refusals:
         in_step: True while an optimizer's step averages the gradients, because nothing before it has done so.
         ranks_in_step: the ranks on which the last exchange was part of a step, while it was part of backward or
             ``synchronize()`` on this rank. Those ranks use the averages unchanged. Empty with gradients on a GPU, unless
-            the CPU waits for the exchange.
+            the CPU waits for the exchange or some ranks have no shards.
         dropped: True after :meth:`drop_gradients`, until the program calls ``zero_grad`` or a parameter has a gradient.
         sent_dropped: True during an optimizer step that ends an exchange of which a part was sent before the program called
             ``zero_grad``.
