@@ -1,6 +1,7 @@
 """Parse the command line, and check its values.
 
-A value comes from the flag, else from the recipe, else from the setting's default.
+A value comes from the flag, else from the recipe, else from the setting's default. A flag for the batch size, or for
+another optimizer, also drops related values of the recipe: see ``_without_overridden``.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def _check_restarts(run: RunSection) -> None:
 
 
 def _check_step(config: Config) -> None:
-    """Raise UserError if a setting that another setting needs is missing."""
+    """Raise UserError if the batch size, or a setting that another setting needs, is missing."""
     step, schedule, output = config.step, config.schedule, config.output
     if step.batch_size is None and step.global_batch_size is None:
         raise UserError(f"--recipe {config.run.recipe} sets no batch size: give --batch-size or --global-batch-size")

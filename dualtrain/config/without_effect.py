@@ -145,7 +145,7 @@ def _in_this_run(settings: Settings, facts: RunFacts) -> dict[str, str]:
 
 
 def _beyond_the_end(settings: Settings, facts: RunFacts) -> dict[str, str]:
-    """Return the settings that would take effect only after the last step, each with the reason."""
+    """Return the settings that would take effect only at the end of the run or later, each with the reason."""
     steps, warmup, last = facts.steps, settings["warmup_steps"], f"the run ends after step {facts.steps}"
     drops = steps_in(settings["lr_milestones"])
     epochs = settings["epochs"]

@@ -55,7 +55,10 @@ def load_data(name: str, folder: str | None = None, **options: Any) -> Task:
 
 
 def usable_folder(folder: str | None, *, create: bool) -> str | None:
-    """Return the absolute path of ``folder``; make it if ``create`` is set. Raises UserError if it cannot be used."""
+    """Return the absolute path of ``folder``; make it if ``create`` is set. Raises UserError if it cannot be used.
+
+    Return ``None`` if ``folder`` is ``None``.
+    """
     verb, cure = "read", "give a folder that exists on every host"
     try:
         if folder is not None:
@@ -96,7 +99,8 @@ def transforms_of(
     """Return the transforms for training and for evaluation, and the shape of the inputs that they return.
 
     Raises:
-        UserError: ``options`` do not fit images of ``channels`` channels and ``side`` × ``side`` pixels.
+        UserError: ``options`` do not fit images of ``channels`` channels and ``side`` × ``side`` pixels, or torchvision has
+            no weights of ``options.model``, whose transforms they request.
     """
     if options.augment == "imagenet":
         raise UserError(f"--augment imagenet is for image files, and {name} is held in memory: use crop-flip")

@@ -32,7 +32,7 @@ def read_cifar10(folder: str | None, download: bool = False) -> tuple[Tensors, T
     """Read the training and the test part: images uint8 (N, 3, 32, 32) and classes int64 (N,).
 
     Raises:
-        UserError: ``folder`` is ``None``, its files are missing or damaged, or the download fails.
+        UserError: ``folder`` is ``None``, its files are missing or damaged, or the download is refused or fails.
     """
     if folder is None:
         raise UserError("--dataset cifar10 needs the folder of its files: name it with --data-dir")

@@ -24,7 +24,7 @@ def load_image_folder(folder: str | None, options: Options) -> Task:
 
     Raises:
         UserError: no folder is given, folders or images are missing or cannot be listed, train/ and val/ have different
-            classes, or options contradict each other.
+            classes, or :func:`geometries` raises it.
     """
     if folder is None:
         raise UserError("--dataset imagefolder needs the folder of train/ and val/: name it with --data-dir")
@@ -59,7 +59,8 @@ def geometries(options: Options) -> tuple[Geometry, Geometry, Transform]:
     """Return the geometry for training, the geometry for evaluation, and the transform of whole batches.
 
     Raises:
-        UserError: the options contradict each other.
+        UserError: the options contradict each other, or torchvision has no weights of ``options.model``, whose transforms
+            they request.
     """
     augment = options.augment or "imagenet"
     if augment == "weights":

@@ -84,8 +84,8 @@ class Geometry:
 class ImageFiles:
     """A :class:`~dualtrain.data.loader.Reader` of ``samples``: (path, class index) each.
 
-    torchvision is imported at the first read only, because a worker process unpickles this object before it has installed
-    the torchvision shim.
+    torchvision is imported at the first read only, by :func:`~dualtrain.data.transforms.v2`: unpickling this object in a
+    worker process then needs no torchvision shim.
     """
 
     samples: list[tuple[str, int]]

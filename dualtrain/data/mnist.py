@@ -26,7 +26,7 @@ def read_mnist(name: str, folder: str | None, download: bool = False) -> tuple[T
     """Read the training and the test part: images uint8 (N, 1, 28, 28) and classes int64 (N,).
 
     Raises:
-        UserError: ``folder`` is ``None``, its files are missing or damaged, or the download fails.
+        UserError: ``folder`` is ``None``, its files are missing or damaged, or the download is refused or fails.
     """
     datasets = torchvision().datasets
     kind = {"mnist": datasets.MNIST, "fashion-mnist": datasets.FashionMNIST}[name]

@@ -78,7 +78,7 @@ class Samples:
         )
 
     def __reduce__(self) -> Any:
-        # Unpickling the dataset may import torchvision, which needs the shim: a worker process installs the shim first.
+        # Unpickling the dataset may import torchvision, which may need the shim: so ``_unpickled`` does it with the shim.
         try:
             content = pickle.dumps((self.dataset, self.sample, self.split, self.classes))
         except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -55,6 +55,7 @@ def read_state(file: str) -> dict[str, torch.Tensor]:
 
     Raises:
         UserError: the file is missing, damaged, or holds something other than weights.
+        MemoryError, RuntimeError: memory is too small.
     """
     advice = "give a safetensors file, or a state dict that torch.save wrote"
     try:
