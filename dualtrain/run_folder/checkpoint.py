@@ -111,7 +111,7 @@ def load(path: Path) -> dict[str, Any]:
     """Read a file that :func:`write` has written, with its tensors on the CPU.
 
     Raises:
-        DamagedError: the file is missing, truncated or changed.
+        DamagedError: the file is missing, truncated or changed, or is not a checkpoint.
         UserError: the file cannot be read now, but may be good.
         MemoryError, RuntimeError: there is too little memory; the file may be good.
     """
@@ -206,7 +206,7 @@ def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
 def problem_of_name(path: Path, tree: dict[str, Any], step: int) -> str:
     """Return what is wrong if the checkpoint ``tree`` in the file ``path`` holds another step than ``step``, else "".
 
-    Return "" also if the tree has no cursor: the comparison with the run's settings refuses such a file.
+    Return "" also if the tree has no cursor: ``compare_with_checkpoint`` (``training/resume.py``) refuses such a file.
     """
     cursor = tree.get("cursor")
     if not isinstance(cursor, dict) or cursor.get("step") == step:

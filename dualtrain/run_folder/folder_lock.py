@@ -222,6 +222,7 @@ class _Wait:
 
         Raises:
             UserError: the process runs, or may still run when ``limit`` seconds are over.
+            OSError: the folder cannot be read.
         """
         self._began = self._changed = time.monotonic()
         self._renewals, self._last, self._warned = 0, b"", False

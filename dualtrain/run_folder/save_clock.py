@@ -26,7 +26,7 @@ class SaveClock:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Count the block as a save, if it raises no exception."""
+        """Record that a save begins; after the block, count it, if it has raised no exception."""
         self._last = time.perf_counter()
         yield
         self._count, self._seconds = self._count + 1, self._seconds + time.perf_counter() - self._last

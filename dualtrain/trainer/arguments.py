@@ -100,7 +100,7 @@ def stateful(loss: object, model: nn.Module, optimizer: torch.optim.Optimizer) -
     """Return ``loss`` if it is the user's own module and has buffers, which training may change; else ``None``.
 
     Raises:
-        ValueError: the optimizer trains parameters of the loss.
+        ValueError: the optimizer trains parameters of the loss that the model does not have.
     """
     if not isinstance(loss, nn.Module):
         return None

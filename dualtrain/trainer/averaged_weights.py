@@ -61,7 +61,7 @@ def _buffers(model: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
 
 
 def _copy_of(buffer: torch.Tensor | None, old: torch.Tensor | None, copies: dict[int, torch.Tensor]) -> torch.Tensor | None:
-    """Return the copy of ``buffer`` in ``copies``.
+    """Return the copy of ``buffer`` in ``copies``; ``None`` if ``buffer`` is ``None``.
 
     If there is none, add one: ``old`` if it has the same shape and dtype and is not in ``copies`` yet, else a new copy.
     """

@@ -72,7 +72,10 @@ def replicate(module: _Module, device: torch.device, output_device: int | None =
 
 
 def measured(model: nn.Module, device: torch.device, output_device: int | None, label_smoothing: float) -> Measure:
-    """Make an objective that computes the loss on every GPU, in the replicas. Raises UserError: see :func:`replicate`."""
+    """Make a function of (inputs, targets) that computes the loss on every GPU, in the replicas.
+
+    It is the ``measure`` of a ``Trainer``. Raises UserError: see :func:`replicate`.
+    """
     replicas = replicate(WithLoss(model, label_smoothing), device, output_device)
 
     def measure(inputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

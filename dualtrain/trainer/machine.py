@@ -46,9 +46,9 @@ _ALIASES = {
 
 
 def threads(backend: Backend) -> int:
-    """Return the default of ``--threads``: the smallest share of its host's cores that any rank has. Collective; blocks.
+    """Return the default of ``--threads`` without virtual ranks. Collective; blocks.
 
-    At most ``MOST_THREADS``.
+    It is the smallest share of its host's cores that any rank has, and at most ``MOST_THREADS``.
 
     See :func:`dualtrain.cores.threads_per_rank`.
     """
@@ -69,7 +69,7 @@ def use_threads(number: int, backend: Backend) -> None:
 
 
 def processor(backend: Backend) -> Facts:
-    """Return the facts about this rank's processor, by the names in ``PROCESSOR``; unknown facts are ``None``."""
+    """Return facts about this rank's processor, by the names in ``PROCESSOR``; ``None`` if unknown or not applicable."""
     described = _described(Path("/proc/cpuinfo"))
     # MKL chooses its kernels by the vendor of the CPU, unless MKL_CBWR names the kernels.
     mkl = os.environ.get("MKL_CBWR") or described.get("vendor_id")

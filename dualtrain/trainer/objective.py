@@ -236,7 +236,7 @@ def added(one: Iterable[float], other: Iterable[float]) -> list[float]:
 def metrics(sums: Sums, prefix: str) -> dict[str, float]:
     """Divide the ``sums`` of ``NAMES`` over all ranks by the weight; the results are NaN if the weight is 0.
 
-    Sums that were not counted are left out.
+    Sums that were not counted are left out, unless the weight is 0.
     """
     loss, weight, *counts = map(float, sums)
     whole = weight or math.nan

@@ -47,13 +47,13 @@ class Passes:
         precision: autocast for forward, and the scale of the loss.
         parts: how many parts a step has, over all ranks.
         piggyback: whether the scalars are sent with the gradients, in ``optimizer.extra``.
-        count: returns the number of targets of a batch; ``None`` if the weight that ``measure`` returns is the number of
-            samples.
+        count: returns the number of targets of a batch; ``None`` if ``expected`` has the unit of the weight that
+            ``measure`` returns.
 
     Attributes:
         targets_per_sample: with ``count``, the mean number of targets per sample in one batch: the first batch of a step on
-            the lowest rank that has batches. Equal on all ranks; ``None`` before a step whose batch has targets. Sums are
-            divided by it, so that ``expected`` can be a number of samples.
+            the lowest rank that has batches. Equal on all ranks; ``None`` until a step in which that batch has targets.
+            Sums are divided by it, so that ``expected`` can be a number of samples.
     """
 
     def __init__(
@@ -130,7 +130,9 @@ class Passes:
         return [each / unit for each in sums]
 
     def _agree(self, mine: float) -> None:
-        """Set :attr:`targets_per_sample` to ``mine`` of the first rank with a batch; on others, ``mine`` is -1. Collective.
+        """Set :attr:`targets_per_sample` to ``mine`` of the first rank that has a batch. Collective.
+
+        On ranks without batches, ``mine`` is -1. If the result is 0, :attr:`targets_per_sample` stays ``None``.
 
         With virtual ranks, the first rank's first batch is the same at any world size, so the result is the same, too. That
         batch counts even if it has no targets: a rank cannot wait for a later batch, because backward may be collective.

@@ -205,6 +205,7 @@ def _compare_samples(backend: Backend, title: str, source: Source, cure: str) ->
     """Compare samples of a split between the ranks; return the checksums of this rank's samples. Collective.
 
     Raises RanksDifferError on every rank if they differ. If equal data can have different checksums, rank 0 warns instead.
+    If no sample differs and the source is not ``stored``, rank 0 reads some again: see :func:`_warn_if_random`.
     """
     what = f"{title} data"
     first: dict[str, str] = {}

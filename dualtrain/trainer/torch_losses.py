@@ -135,7 +135,7 @@ def _is_mean_over_elements(loss: Loss | Objective) -> bool:
 
 
 def count_of(objective: Objective) -> Count | None:
-    """Return the function that counts the targets over which ``objective`` averages; ``None`` for samples."""
+    """Return the function that counts the targets over which a loss of torch averages; ``None`` for other objectives."""
     count = objective.count if isinstance(objective, Adapted | TorchCrossEntropy) else samples_of
     return None if count is samples_of else count
 

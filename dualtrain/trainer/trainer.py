@@ -100,15 +100,15 @@ class Trainer:
         ValueError: in any of these cases:
 
             - ``virtual_ranks`` is not a whole number from 1 to 65536, is given with ``compress``, or, for a model with
-              SyncBatchNorm layers, differs from the number of ranks; or ``seed`` with ``virtual_ranks`` is not a whole
-              number
+              SyncBatchNorm layers, differs from the number of ranks (or ``synchronize_norms()`` has not made these
+              layers); or ``seed`` with ``virtual_ranks`` is not a whole number
             - a parameter's gradient cannot be averaged
             - a parameter or buffer is on the meta device or, with several ranks, has elements that share memory
             - ``optimizer`` needs a closure
             - ``schedule`` is ReduceLROnPlateau, or the schedule of a different optimizer
             - ``clip_norm`` is not above 0, ``ema`` is not from 0 to 1, or ``amp`` or ``compress`` is not known
-            - ``loss`` has parameters that ``optimizer`` trains, or is a loss of torch with ``reduction="sum"`` or
-              ``"none"``
+            - ``loss`` has parameters that ``optimizer`` trains and ``model`` does not have, or is a loss of torch with
+              ``reduction="sum"`` or ``"none"``
         RanksDifferError: on every rank, if an argument's class, function or value, a library's version, the kind of device
             or, with ``virtual_ranks`` on the CPU, torch's number of threads is not the same on all ranks. The message names
             what differs, and each rank's value. The model's weights may differ: rank 0's are used.

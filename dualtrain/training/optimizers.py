@@ -66,7 +66,7 @@ def make_optimizer(step: StepSection, model: nn.Module, lr: float) -> torch.opti
 def _options(step: StepSection, known: dict[str, Any]) -> dict[str, Any]:
     """Parse ``--optimizer-options``; ``known`` has the names and defaults of the optimizer's options.
 
-    Raises UserError for an option that is not in ``known``, or a value that cannot be used.
+    Raises UserError if an option is ``lr``, is not in ``known``, has two values, or has no usable value.
     """
     options: dict[str, Any] = {}
     for name, text in split_options(step.optimizer_options):
