@@ -10,7 +10,7 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 case ${1:-} in -h | --help) sed -n '2,/^set/{/^set/d;s/^# \{0,1\}//p}' "$0"; exit 0 ;; esac
-# With this trap, bash exits after the launcher: without it, it would exit first, and a container would end before the ranks have saved.
+# With this trap, bash exits after the launcher. Otherwise bash would exit first, and a container would end before the ranks have saved.
 trap 'exit 143' TERM
 DUALTRAIN_WITH=${DUALTRAIN_WITH:-tree} bash "$root/launch/setup.sh"
 source "${DUALTRAIN_VENV:-$root/.venv}/bin/activate"

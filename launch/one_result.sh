@@ -90,8 +90,8 @@ run_way() {
 # missing MODULE: true if the environment has no such module; imports nothing.
 missing() { python -c 'import sys, importlib.util as u; sys.exit(u.find_spec(sys.argv[1]) is not None)' "$1"; }
 
-# reason WAY: prints why a way cannot run here, or nothing.
-reason() {
+# why_not WAY: prints why a way cannot run here, or nothing.
+why_not() {
   local program=${1%%-*} module=horovod
   case $1 in nproc-* | torchrun-* | chain) return ;; mpirun-torch) module=mpi4py ;; esac
   if ! command -v "$program" >/dev/null; then
@@ -117,8 +117,8 @@ sizes_of() {
 chain() {
   local step=0 from=() link way size flags=(--checkpoint-every 3 --keep 100)
   local third=nproc-native last=torchrun-native
-  if [ -z "$(reason horovodrun-gloo)" ]; then third=horovodrun-gloo; fi
-  if [ -z "$(reason mpirun-torch)" ]; then last=mpirun-torch; fi
+  if [ -z "$(why_not horovodrun-gloo)" ]; then third=horovodrun-gloo; fi
+  if [ -z "$(why_not mpirun-torch)" ]; then last=mpirun-torch; fi
   for link in "torchrun-shm 4" "alone 1" "$third 3" "$last 2"; do
     read -r way size <<<"$link"
     if [ "$step" -gt 0 ]; then
@@ -134,7 +134,7 @@ status=0
 run_way alone 1 one-process || status=$?
 if [ $status = 2 ]; then exit 2; fi # the flags are wrong: every other run would fail in the same way
 for way in "${ways[@]}"; do
-  why=$(reason "$way")
+  why=$(why_not "$way")
   if [ -n "$why" ]; then
     left_out+=("$way: $why")
   elif [ "$way" = chain ]; then

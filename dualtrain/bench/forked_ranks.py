@@ -69,8 +69,8 @@ def run_forked(
         try:
             for number, environment in enumerate(ranks):
                 node = spec.nodes[number * len(spec.nodes) // spec.ranks] if spec.nodes else None
-                given = (arguments, {**_common_environment(spec.threads), **environment}, log.name, node)
-                started.append(context.Process(target=_run_rank, args=given))  # type: ignore[attr-defined]
+                rank_arguments = (arguments, {**_common_environment(spec.threads), **environment}, log.name, node)
+                started.append(context.Process(target=_run_rank, args=rank_arguments))  # type: ignore[attr-defined]
                 started[-1].start()
             failed = failed_statuses(lambda: [process.exitcode for process in started], spec.timeout)
         finally:

@@ -215,34 +215,35 @@ def _sample(entry: Entry, jobs: Collection[str], spec: LaunchSpec, step_fraction
     if entry.module == IMPORT:
         return Sample({"import": _import_seconds(spec.timeout)})
     if not entry.steps and not spec.prefix:
-        # The tutorial script is compared with dualtrain.main: give it as many threads per rank as dualtrain.main uses.
+        # The tutorial script is compared with dualtrain.main: give it as many threads per rank as dualtrain.main uses. With
+        # --launch, this number is not known here.
         spec = replace(spec, threads=share_of(usable_cores(), spec.ranks))
     if entry.module == MAIN:
         return _main(entry, spec)
-    found = run_entry(entry, jobs_of(entry, jobs), spec, step_fraction)
-    if not found:
+    rank_results = run_entry(entry, jobs_of(entry, jobs), spec, step_fraction)
+    if not rank_results:
         raise LaunchError("its ranks printed no results")
-    return sample_of(found)
+    return sample_of(rank_results)
 
 
-def sample_of(found: Sequence[dict[str, Any]]) -> Sample:
+def sample_of(rank_results: Sequence[dict[str, Any]]) -> Sample:
     """Merge the results of all ranks.
 
     Job times are the slowest rank's. The time from launch to first step, the weights and the accuracy are rank 0's.
     """
-    names = dict.fromkeys(one.get("part", "") for one in found)
+    names = dict.fromkeys(one.get("part", "") for one in rank_results)
     if "" not in names:
-        parts = {name: _merged([one for one in found if one["part"] == name]) for name in names}
-        return Sample({}, ranks=found[0]["size"], parts=parts)
-    return _merged(found)
+        parts = {name: _merged([one for one in rank_results if one["part"] == name]) for name in names}
+        return Sample({}, ranks=rank_results[0]["size"], parts=parts)
+    return _merged(rank_results)
 
 
-def _merged(found: Sequence[dict[str, Any]]) -> Sample:
+def _merged(rank_results: Sequence[dict[str, Any]]) -> Sample:
     seconds: dict[str, float] = {}
-    for one in found:
+    for one in rank_results:
         key, value = _keyed(one)
         seconds[key] = max(value, seconds.get(key, value))
-    first = [one for one in found if one["rank"] == 0]
+    first = [one for one in rank_results if one["rank"] == 0]
     starts = [one["first"] for one in first if "first" in one]
     if starts:
         seconds["start"] = starts[0]
@@ -251,7 +252,7 @@ def _merged(found: Sequence[dict[str, Any]]) -> Sample:
         seconds,
         {one["job"]: one["sha256"] for one in first if one.get("sha256")},
         accuracies[0] if accuracies else None,
-        found[0]["size"],
+        rank_results[0]["size"],
     )
 
 

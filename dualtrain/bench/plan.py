@@ -208,7 +208,8 @@ class Comparison:
 
     Attributes:
         shared_entry: the entry that runs both contenders in turns in the same processes; empty for separate processes.
-        targets: for each job, the ratio that the lower end of the interval should reach; "*" is for all other workloads.
+        targets: for each job, the ratio that the lower end of the interval should reach; "*" is for all other
+            workloads whose final weights are compared.
         allow_noise: whether to lower the targets by the noise floor, the difference between two equal contenders.
     """
 

@@ -15,7 +15,8 @@ from dualtrain.bench.measure import Results
 from dualtrain.bench.plan import AGAIN, COMPARISONS, COSTS, ENTRIES, OURS, ROUNDS, TUNED, Comparison, Cost
 from dualtrain.bench.statistics import Estimate, estimate, rounds_of
 
-#: Raw scripts. If a row compares none of them, ``_weights`` also compares the weights of the first raw script that ran.
+#: Raw scripts. If a row compares none of them, and its contenders ran in separate processes, ``_weights`` also compares the
+#: weights of the first raw script that ran.
 RAW = (TUNED, "ddp", "hvd-gloo", "hvd-mpi")
 WITHOUT_REDUCTION = {"alone", "one-number"}  # contenders whose ranks end with different weights
 UNITS = {"ms": 1e3, "µs": 1e6}

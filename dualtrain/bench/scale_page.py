@@ -95,11 +95,11 @@ def remarks(results: ScaleResults) -> Iterator[str]:
 def text(results: ScaleResults, machine: Mapping[str, str]) -> str:
     """Return the results as text."""
     rows = rows_of(results)
-    first = max(len(row[0]) for row in rows) + 2
+    title_width = max(len(row[0]) for row in rows) + 2
     lines = [f"{name}: {value}" for name, value in machine.items()] + [""]
     for row in rows:
         title, *cells = row
-        lines.append(f"{'  ' if cells else ''}{title}".ljust(first) + "".join(f"{cell:>24}" for cell in cells))
+        lines.append(f"{'  ' if cells else ''}{title}".ljust(title_width) + "".join(f"{cell:>24}" for cell in cells))
     return "\n".join([*(line.rstrip() for line in lines), "", *remarks(results)])
 
 

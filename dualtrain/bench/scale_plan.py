@@ -89,9 +89,9 @@ class ScaleResults:
 
     def ratio(self, measure: str, one: str, other: str, layout: Layout) -> Estimate | None:
         """Return the median ratio of the times of ``one`` and ``other``; ``None`` if they completed no common round."""
-        ours, theirs = self.rounds.get((layout, one), {}), self.rounds.get((layout, other), {})
-        both = [number for number in ours if measure in ours[number] and theirs.get(number, {}).get(measure)]
-        return estimate([ours[number][measure] / theirs[number][measure] for number in both]) if both else None
+        first, second = self.rounds.get((layout, one), {}), self.rounds.get((layout, other), {})
+        both = [number for number in first if measure in first[number] and second.get(number, {}).get(measure)]
+        return estimate([first[number][measure] / second[number][measure] for number in both]) if both else None
 
 
 def is_shown(ratio: Estimate) -> bool:
@@ -143,10 +143,10 @@ def timeout_of(ranks: int) -> float:
     return 120.0 + 15.0 * ranks
 
 
-def times_of(found: Sequence[Mapping[str, object]]) -> Times:
+def times_of(rank_results: Sequence[Mapping[str, object]]) -> Times:
     """Merge the results of all ranks: the slowest rank's times."""
     times: Times = {}
-    for one in found:
+    for one in rank_results:
         measure, seconds = str(one["job"]), float(str(one["seconds"]))
         times[measure] = max(seconds, times.get(measure, seconds))
     return times

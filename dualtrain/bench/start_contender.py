@@ -3,7 +3,7 @@
 To save the start-up time of launchers, the bench itself starts the ranks of Horovod over Gloo, and those that torchrun
 could start. It sets the environment variables that horovodrun or torchrun would set. For Horovod over Open MPI, it runs the
 mpirun command that horovodrun would run; with another MPI, it runs horovodrun itself. With --launch, the user's command
-starts all contenders. None of this changes the time of a step.
+starts the ranks of all contenders. None of this changes the time of a step.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ def run_entry(entry: Entry, jobs: Sequence[str], spec: LaunchSpec, step_fraction
     """Run a contender and return the results of all its ranks, in any order. Blocks until its processes have ended.
 
     Raises:
-        LaunchError: a process failed, the timeout expired, or the launcher has mixed the lines of several ranks.
+        LaunchError: a process cannot be started or failed, the timeout expired, or the launcher has mixed the lines of
+            several ranks.
     """
     program = [sys.executable, "-m", "dualtrain.bench.worker", entry.module, ",".join(jobs)]
     program += [f"--device={spec.device}", f"--folder={spec.folder.resolve()}", f"--launched={time.time()}"]
@@ -83,7 +84,7 @@ def run_program(program: Sequence[str], starter: str, spec: LaunchSpec, meet: bo
     If ``meet`` is true and the user's command starts the ranks, ``program`` gets ``--meet`` (see ``worker.py``).
 
     Raises:
-        LaunchError: a process failed, or the timeout expired.
+        LaunchError: a process cannot be started or failed, or the timeout expired.
     """
     if spec.prefix:
         flags = [f"--meet=meet-{secrets.token_hex(4)}"] if meet else []

@@ -101,7 +101,7 @@ class Exercise:
         """Carry out the drill with up to this number of ``faults``. Blocks until both runs have ended.
 
         Raises:
-            UserError: the undisturbed run fails, or takes no step for ``limit`` seconds.
+            UserError: the undisturbed run cannot be started, fails, or takes no step for ``limit`` seconds.
         """
         began = time.monotonic()
         self.report.undisturbed = self._undisturbed()
@@ -184,8 +184,8 @@ class Exercise:
         planned: list[Fault] = []
         while len(planned) < faults:
             planned += self._generator.sample(kinds, len(kinds))
-        moments = sorted(self._generator.randrange(max(1, steps - 1)) for _ in range(faults))
-        return list(zip(planned, moments, strict=False))
+        due_steps = sorted(self._generator.randrange(max(1, steps - 1)) for _ in range(faults))
+        return list(zip(planned, due_steps, strict=False))
 
     def _run_fault(self, job: Job, fault: Fault, step: int) -> str:
         """Wait for the fault's moment, inject it, and wait for the recovery. Return a line for ``progress``.
@@ -268,7 +268,10 @@ class Exercise:
             time.sleep(_POLL_SECONDS)
 
     def _compare(self, job: Job) -> None:
-        """Read the result with faults. Report each difference from ``undisturbed``, and a missing fault or result."""
+        """Read the result with faults. Report each difference from ``undisturbed``, and a missing result.
+
+        Also report if no fault was carried out.
+        """
         if not self.report.rows:
             self.report.problems.append("no fault was carried out: the job ended too early; give it more steps")
         summary = job.folder / "summary.json"

@@ -16,19 +16,19 @@ from dualtrain.console import size_in_words
 _CLONE_NEWNS = 0x20000
 _MS_REC, _MS_PRIVATE = 0x4000, 0x40000
 _MNT_DETACH = 2
-_FREE = 16 << 20  # bytes beyond what all ``runs`` write
+_MARGIN = 16 << 20  # bytes beyond what all ``runs`` write
 _MEMORY_DIVISOR = 4  # the file system may take at most 1/4 of the free memory
 
 
 class SmallDisk:
-    """A new file system at ``folder``, large enough for ``runs`` runs that each write as much as the folder ``like``.
+    """A new file system at ``folder``, large enough for ``runs`` runs that each write as much as the folder ``example``.
 
     Raises:
         OSError: the file system cannot be mounted here, or there is too little free memory.
     """
 
-    def __init__(self, folder: Path, like: Path, runs: int) -> None:
-        size = runs * sum(path.stat().st_size for path in like.rglob("*") if path.is_file()) + _FREE
+    def __init__(self, folder: Path, example: Path, runs: int) -> None:
+        size = runs * sum(path.stat().st_size for path in example.rglob("*") if path.is_file()) + _MARGIN
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         if size > free // _MEMORY_DIVISOR:
             raise OSError(f"it needs {size_in_words(size)} of {size_in_words(free)} free memory")

@@ -23,8 +23,8 @@ class Outcome:
         result: the pickled result; ``None`` if the function raised or its result cannot be pickled.
         reason: the exception's class and message, or why the result cannot be pickled, in one line; else empty.
         trace: the exception's traceback; empty if the function returned.
-        error: the pickled exception; ``None`` if the function returned, or if what it raised cannot be pickled or is not an
-            ``Exception`` (SystemExit, for example).
+        error: the pickled exception; ``None`` if the function returned, or if what it raised cannot be pickled and
+            unpickled, or is not an ``Exception`` (SystemExit, for example).
         by_peer: true if a collective operation failed. The cause may then be a different rank.
     """
 

@@ -18,7 +18,8 @@ from dualtrain.processes import release, signal_at_parents_end
 def prepare() -> None:
     """Make ``import horovod.torch`` load ``dualtrain.hvd`` in this rank, and set HOROVOD_RANK and similar variables.
 
-    Also apply the memory settings of ``heap.py`` to this process. Raises UserError if Horovod itself is already imported.
+    Also make ``import torchvision`` work with a CPU build of torch, and apply the memory settings of ``heap.py``.
+    Raises UserError if Horovod itself is already imported.
     """
     from dualtrain.heap import keep_freed_memory, use_huge_pages
     from dualtrain.horovod_variables import set_rank_variables

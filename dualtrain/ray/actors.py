@@ -71,7 +71,7 @@ class Actors:
     """The actors of all ranks, in rank order, and their placement group.
 
     Raises:
-        UserError: Ray is not initialized, or cannot place all actors in time.
+        UserError: Ray is not initialized, or does not reserve a new placement group within ``seconds``.
     """
 
     def __init__(self, placement: Placement, seconds: float) -> None:

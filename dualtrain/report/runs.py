@@ -104,7 +104,8 @@ def read_runs(folders: Sequence[str], *, require_metrics: bool = True) -> list[R
 
     Args:
         folders: paths of the runs.
-        require_metrics: true to raise an error if a folder holds no run, or if no run has metrics.
+        require_metrics: true to raise an error if a folder holds no run or has an unreadable metrics.jsonl, or if no run
+            has metrics.
 
     Raises:
         UserError: see ``require_metrics``.
@@ -137,7 +138,7 @@ def _read_run(folder: Path, label: str, color: str, require_metrics: bool) -> Ru
 
 
 def _failure(folder: Path) -> str:
-    """Return what ended the newest attempt of a run; "" if the run still trains, has ended, or no cause was recorded."""
+    """Return what ended the newest attempt of a run; "" if the run still trains, has finished, or no cause was recorded."""
     with suppress(OSError):
         death = last_death(folder, read_events(folder))
         return death.describe() if death is not None and death.cause != UNKNOWN else ""
@@ -147,7 +148,7 @@ def _failure(folder: Path) -> str:
 def _read_metrics(folder: Path, require_metrics: bool) -> tuple[list[dict[str, Any]], int]:
     """Return the lines of metrics.jsonl, and the number of lines that cannot be read.
 
-    With ``require_metrics``, raises UserError if the folder holds no run.
+    With ``require_metrics``, raises UserError if the folder holds no run, or has an unreadable metrics.jsonl.
     """
     try:
         text = read_text(folder / "metrics.jsonl", errors="replace")
