@@ -84,7 +84,7 @@ class HorovodReducer(ABC):
         self.dirty = False
         #: Whether the current exchange was already discarded when ``dirty`` became true. This rank's gradients then belong
         #: to a later exchange.
-        self._dirty_after_drop = False
+        self._dirty_after_discard = False
         self.closed = False
         #: Whether ``discard_step`` has discarded gradients, and since then neither ``zero_grad`` was called nor an exchange
         #: begun.
@@ -148,7 +148,7 @@ class HorovodReducer(ABC):
         self.enter_world()
         self.add_unfrozen()
         try:
-            self._complete_dropped()
+            self._complete_discarded()
             self._refuse_without_gradients()
             if self._late:
                 self._reduce_late()
@@ -159,7 +159,7 @@ class HorovodReducer(ABC):
                 self.reset_passes()  # the program may run backward again
             raise
 
-    def _complete_dropped(self) -> None:
+    def _complete_discarded(self) -> None:
         """Complete the exchanges whose results a rank discards. Collective; blocks.
 
         Raises:
@@ -167,7 +167,7 @@ class HorovodReducer(ABC):
         """
         while self.exchange_is_discarded():
             # This rank needs the result if it began backward before a rank discarded the exchange.
-            if self.exchanging or (self.dirty and not self._dirty_after_drop):
+            if self.exchanging or (self.dirty and not self._dirty_after_discard):
                 basics.engine().require_unused(self.current)
             self.exchange_zeros()
 
@@ -277,8 +277,8 @@ class HorovodReducer(ABC):
 
     def exchange_is_discarded(self) -> bool:
         """Return whether a rank discards the result of the current exchange."""
-        dropped = basics.reducers.dropped
-        return bool(dropped) and self.current in dropped
+        discarded = basics.reducers.discarded
+        return bool(discarded) and self.current in discarded
 
     def end_exchange(self) -> None:
         """Count the current exchange as ended.
@@ -288,7 +288,7 @@ class HorovodReducer(ABC):
         """
         exchange = self.current
         basics.reducers.done[self.channel_name] = exchange[1]
-        if exchange in basics.reducers.dropped:
+        if exchange in basics.reducers.discarded:
             basics.engine().require_unused(exchange)
 
     def exchange_zeros(self) -> None:
@@ -304,7 +304,7 @@ class HorovodReducer(ABC):
 
         Other ranks may have sent their gradients already, so the next ``reduce`` completes the exchange first. Every other
         rank must discard this step too, or must not have begun it. In the second case, it must begin its next step only
-        after it has received the message that this rank discards the exchange (:meth:`Engine.drop`).
+        after it has received the message that this rank discards the exchange (:meth:`Engine.discard`).
         """
         begun, in_world = self.dirty or self.exchanging, self._generation == basics.generation()
         if begun:
@@ -314,7 +314,7 @@ class HorovodReducer(ABC):
         for _, p in (*self._late, *self.hooks.frozen):  # without a hook, so they do not count for ``begun``
             p.grad = None if p.requires_grad else p.grad
         if begun and in_world and basics.engine().down is None and self.process_set.process_set_id is not None:
-            basics.engine().drop(*self.current, self.set_id)
+            basics.engine().discard(*self.current, self.set_id)
         self.renew()
         self.reset_passes()
 
@@ -448,7 +448,7 @@ class HorovodReducer(ABC):
         basics.engine().check_process()  # before the gradient is copied to a bucket, which may be in shared memory
         self.renew()
         if not self.dirty:
-            self.dirty, self._dirty_after_drop = True, self.exchange_is_discarded()
+            self.dirty, self._dirty_after_discard = True, self.exchange_is_discarded()
         slot.passes += 1
         if slot.passes > self.passes:
             raise AssertionError(

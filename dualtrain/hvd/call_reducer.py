@@ -152,6 +152,6 @@ class CallReducer(HorovodReducer):
         handle = -1  # an unknown handle, so ``synchronize`` returns None
         if tensors:
             options = reduction_options(self.name, self._op, 1 / self._predivide, self._predivide, self.process_set)
-            more = {"frozen": frozen, "position": basics.reducers.callers.position(self), "added": self.added}
-            handle = start(ALLREDUCE, tensors, {**options, **more}, grouped=True, in_place=True)
+            optimizer_options = {"frozen": frozen, "position": basics.reducers.callers.position(self), "added": self.added}
+            handle = start(ALLREDUCE, tensors, {**options, **optimizer_options}, grouped=True, in_place=True)
         return handle, [ctx for _, ctx in packed]

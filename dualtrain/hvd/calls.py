@@ -31,10 +31,10 @@ def usable_set(process_set: ProcessSet) -> int:
     Raises HorovodInternalError outside of a world.
     """
     check_is_set(process_set)
-    here = engine().backend.rank
+    world_rank = engine().backend.rank
     set_id = process_set.usable_id()
     if not process_set.included():
-        raise ValueError(f"rank {here} is not in {process_set}: call this on its ranks only")
+        raise ValueError(f"rank {world_rank} is not in {process_set}: call this on its ranks only")
     return set_id
 
 
@@ -87,8 +87,8 @@ def _allreduce(kind: str, tensors: Tensors, outputs: Tensors | None, options: Op
     if compat.enabled() and any(tensor.dtype == torch.float16 for tensor in tensors):
         compat.note(compat.HALF)
     # Calls for an optimizer's gradients have three more options.
-    more = {name: options[name] for name in ("frozen", "position", "added") if name in options}
-    return engine().submit(kind, options["name"], set_id, tensors, outputs, op=op, **_scales(options), **more)
+    optimizer_options = {name: options[name] for name in ("frozen", "position", "added") if name in options}
+    return engine().submit(kind, options["name"], set_id, tensors, outputs, op=op, **_scales(options), **optimizer_options)
 
 
 def _allreduce_gradient(grads: Gradients, call: Pending, options: Options) -> Gradients:
@@ -103,14 +103,15 @@ ALLREDUCE = Operation("allreduce", _allreduce, _allreduce_gradient)
 
 def _allgather(kind: str, tensors: Tensors, outputs: Tensors | None, options: Options) -> Pending:
     # Calls for sparse tensors have two more options.
-    more = {name: options[name] for name in ("op", "shape") if name in options}
-    return engine().submit(kind, options["name"], usable_set(options["process_set"]), tensors, **more)
+    sparse_options = {name: options[name] for name in ("op", "shape") if name in options}
+    return engine().submit(kind, options["name"], usable_set(options["process_set"]), tensors, **sparse_options)
 
 
 def _allgather_gradient(grads: Gradients, call: Pending, options: Options) -> Gradients:
     averaged = _average(grads, options["process_set"])
-    here, rows = options["process_set"].rank(), call.facts["rows"]
-    mine = [grad.narrow(0, sum(of_rank[i] for of_rank in rows[:here]), rows[here][i]) for i, grad in enumerate(averaged)]
+    set_rank, rows = options["process_set"].rank(), call.facts["rows"]
+    starts = [sum(of_rank[i] for of_rank in rows[:set_rank]) for i in range(len(averaged))]
+    mine = [grad.narrow(0, starts[i], rows[set_rank][i]) for i, grad in enumerate(averaged)]
     return [part.reshape(shape) for part, (_, shape, _) in zip(mine, call.message["tensors"], strict=True)]
 
 
@@ -154,8 +155,8 @@ def _alltoall(kind: str, tensors: Tensors, outputs: Tensors | None, options: Opt
 
 
 def _alltoall_gradient(grads: Gradients, call: Pending, options: Options) -> Gradients:
-    here, splits = options["process_set"].rank(), call.facts["splits"]
-    received = [of_rank[here] for of_rank in splits]
+    set_rank, splits = options["process_set"].rank(), call.facts["splits"]
+    received = [of_rank[set_rank] for of_rank in splits]
     back = call_options(None, options["process_set"], splits=received)
     rows, _ = differentiable(ALLTOALL, grads[:1], back)
     unsent = call.message["tensors"][0][1][0] - len(rows)  # rows that the splits left out

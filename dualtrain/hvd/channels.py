@@ -144,7 +144,7 @@ class Reducers:
         #: Channel name → number of the last exchange in which this rank took part. Kept when the reducer is freed.
         self.done: dict[str, int] = {}
         #: Exchanges whose results at least one rank discards, as pairs of a channel name and a number.
-        self.dropped: set[tuple[str, int]] = set()
+        self.discarded: set[tuple[str, int]] = set()
         #: Exchanges whose results this rank does not use, although it takes part in them.
         self.unused: set[tuple[str, int]] = set()
 
@@ -202,7 +202,7 @@ class Reducers:
         """Forget the channels and the exchanges of the previous world, and prepare the reducers for the new one."""
         if self.callers.alive() or self.exchangers.alive():
             gc.collect()  # otherwise find() could return the reducer of an optimizer that the script has dropped
-        for each in (self._claimed, self.done, self.dropped, self.unused, self.added):
+        for each in (self._claimed, self.done, self.discarded, self.unused, self.added):
             each.clear()
         self.callers.enter_world()
         self.exchangers.enter_world()
@@ -277,8 +277,8 @@ class Channels:
 
     def close(self) -> None:
         """Close all channels except the world's."""
-        for number, channel in self.sets.items():
-            if number:
+        for set_id, channel in self.sets.items():
+            if set_id:
                 channel.close()
         for channel, _ in self.gradients.values():
             channel.close()

@@ -123,9 +123,9 @@ class Coordinator:
             self._after_join(rank)
         elif kind == "join_with_zeros":
             self._request_zeros(rank, message)
-        elif kind == "drop":  # the rank discards the result of an exchange of gradients, so no member may use it
+        elif kind == "discard":  # the rank discards the result of an exchange of gradients, so no member may use it
             for member in self.sets.get(message["set"], ()):
-                self._send(member, {"do": "drop", "channel": message["channel"], "exchange": message["exchange"]})
+                self._send(member, {"do": "discard", "channel": message["channel"], "exchange": message["exchange"]})
         elif kind == "progress":  # the rank waits for an operation in shared memory, which the other ranks must advance
             for other in range(self.size):
                 self._send(other, {"do": "progress"})

@@ -258,11 +258,11 @@ class Engine:
             request = {"channel": channel, "exchange": exchange, "position": position, "added": exchanger.added}
             self.send({"kind": "join_with_zeros", **request, "set": exchanger.set_id})
 
-    def drop(self, channel: str, exchange: int, set_id: int) -> None:
+    def discard(self, channel: str, exchange: int, set_id: int) -> None:
         """Report to all ranks of the process set that this rank discards the result of an exchange of gradients."""
-        for exchanges in (self.reducers.unused, self.reducers.dropped):
+        for exchanges in (self.reducers.unused, self.reducers.discarded):
             exchanges.add((channel, exchange))
-        self.send({"kind": "drop", "channel": channel, "exchange": exchange, "set": set_id})
+        self.send({"kind": "discard", "channel": channel, "exchange": exchange, "set": set_id})
 
     def require_unused(self, exchange: tuple[str, int]) -> None:
         """End the world if this rank uses the result of an exchange that another rank discards.
@@ -392,9 +392,9 @@ class Engine:
     def _do_join_with_zeros(self, message: Message) -> None:
         self._zeros_requests.put(message)
 
-    def _do_drop(self, message: Message) -> None:
+    def _do_discard(self, message: Message) -> None:
         exchange = message["channel"], message["exchange"]
-        self.reducers.dropped.add(exchange)
+        self.reducers.discarded.add(exchange)
         if self.reducers.done.get(exchange[0], 0) >= exchange[1]:
             with suppress(HorovodInternalError):  # the script's next call raises it
                 self.require_unused(exchange)

@@ -121,10 +121,10 @@ def attach(engine: Engine, sets: Sequence[ProcessSet], comm: Any = None) -> None
     global_process_set.ranks = list(range(engine.backend.size))
     if comm is not None and comm.Get_size() == engine.backend.size:  # else this is a later call of init, with another comm
         global_process_set.mpi_comm = global_process_set.mpi_comm or comm
-    ids: dict[tuple[int, ...], int | None] = {tuple(ranks): number for number, ranks in ids_and_ranks().items()}
+    ids: dict[tuple[int, ...], int | None] = {tuple(ranks): set_id for set_id, ranks in ids_and_ranks().items()}
     seen: set[int | None] = {0}
     duplicates: list[str] = []
-    for number, one in enumerate(sets):
+    for index, one in enumerate(sets):
         parts = [one.ranks or []]
         if one.mpi_comm is not None:
             one.ranks, parts = parts_of(one.mpi_comm, global_process_set.mpi_comm)
@@ -133,7 +133,7 @@ def attach(engine: Engine, sets: Sequence[ProcessSet], comm: Any = None) -> None
                 ids[tuple(ranks)] = _add(engine, ProcessSet(ranks)).process_set_id
         one.process_set_id = ids[tuple(one.ranks or ())]
         if one.process_set_id in seen:
-            duplicates.append(f"process_sets entry number {number} is a duplicate: {one}")
+            duplicates.append(f"process_sets entry number {index} is a duplicate: {one}")
             if one not in _attached:
                 one._invalidate()
             continue

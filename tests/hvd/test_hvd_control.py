@@ -22,7 +22,7 @@ def exchanged(backend, others_done):
     answers = end.answers()
     if backend.rank == 1:
         for number in range(_MESSAGES):
-            end.send({"kind": "drop", "channel": _LONG, "exchange": number, "set": 0})
+            end.send({"kind": "discard", "channel": _LONG, "exchange": number, "set": 0})
     if backend.rank == 2:
         assert others_done.wait(TIMEOUT), "the messages to rank 2 have delayed those to the other ranks"
     numbers = [answer["exchange"] for answer in islice(answers, _MESSAGES)]
