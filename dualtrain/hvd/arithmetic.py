@@ -83,7 +83,7 @@ def _fraction(factor: float) -> Fraction:
 def finished(total: torch.Tensor, op: int, divisor: int, factor: float) -> torch.Tensor:
     """Return the result of a reduction: ``total`` times ``factor``, for an average also divided by ``divisor``.
 
-    ``total`` is the sum (or minimum, …) over ranks, in the dtype that was sent. It may be overwritten or returned.
+    ``total`` is the sum (or minimum, …) over ranks, in the dtype that was sent. This function may overwrite or return it.
     """
     if op != Average:
         return scaled(total, factor)

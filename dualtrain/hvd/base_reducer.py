@@ -1,7 +1,7 @@
 """Base class of the reducers of ``hvd.DistributedOptimizer``: Horovod's rules that do not depend on the transport.
 
 An exchange is the communication that combines the gradients of one step over the ranks. The layout is the list of
-parameters on which the ranks have agreed.
+parameters whose gradients are combined. The ranks must agree on it before an exchange.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class HorovodReducer(ABC):
     Args:
         base_name: name of the set of parameters, the same on every rank.
         process_set: the ranks whose gradients are combined.
-        passes: number of backward passes that are summed before gradients are combined.
+        passes: number of backward passes whose gradients are summed before they are combined.
 
     Attributes:
         channel_name: ``base_name`` and a number that no other reducer of this name has in the world; empty until
@@ -86,8 +86,8 @@ class HorovodReducer(ABC):
         #: to a later exchange.
         self._dirty_after_discard = False
         self.closed = False
-        #: Whether ``discard_step`` has discarded gradients, and since then neither ``zero_grad`` was called nor an exchange
-        #: begun.
+        #: Whether ``discard_step`` has discarded gradients, and since then neither ``zero_grad`` nor ``reduce`` was called,
+        #: nor did this rank contribute zeros after ``join``.
         self.discarded = False
         self._generation = 0
         self._late: list[tuple[str, torch.nn.Parameter]] = []  # added later; not in the layout yet
@@ -113,7 +113,7 @@ class HorovodReducer(ABC):
 
     @abstractmethod
     def world_changed(self) -> None:
-        """Discard all state that belongs to the previous world, because ``init`` was called again."""
+        """Discard all state of the previous world, if any: this reducer gets a channel in a new world."""
 
     @property
     @abstractmethod
@@ -137,9 +137,10 @@ class HorovodReducer(ABC):
 
         Raises:
             HorovodInternalError: a rank failed, a rank refused the exchange, the ranks' parameters differ, a rank discarded
-                a step whose gradients another rank uses, or Horovod was shut down. All gradients are then ``None`` if some
-                of them may be sums already.
-            ValueError: the process set is not in use, or the gradient of an unfrozen parameter cannot be averaged.
+                a step whose gradients another rank uses, or Horovod was shut down. After a failed or refused exchange,
+                all gradients are ``None`` if some of them may be sums already.
+            ValueError: the process set is not in use, the gradient of an unfrozen parameter cannot be averaged, or the
+                operation is not defined for a gradient's dtype (such as Min of complex numbers).
             RuntimeError: the reducer was closed, by ``close`` or by a later optimizer of some of its parameters.
         """
         if self.is_reduced():
@@ -172,9 +173,10 @@ class HorovodReducer(ABC):
             self.exchange_zeros()
 
     def _refuse_without_gradients(self) -> None:
-        """After ``discard_step``, make the next exchange fail on all ranks if this rank has run no backward since.
+        """After ``discard_step``, make the next exchange fail on all ranks if this rank has no gradients.
 
-        Otherwise, the step would silently use zeros. Horovod uses the gradients of the discarded step.
+        Otherwise, a rank that has run no backward since would silently use zeros in the step. Horovod uses the gradients of
+        the discarded step.
         """
         params = (*(slot.param for slot in self.hooks.slots), *(p for _, p in self._late))
         if self.discarded and all(p.grad is None for p in params):
@@ -217,7 +219,7 @@ class HorovodReducer(ABC):
         self._count_from_zero()
 
     def set_passes(self, passes: int) -> None:
-        """Set how many backward passes are summed before gradients are combined, and count them from zero again.
+        """Set the number of backward passes whose gradients are summed before they are combined; count from zero again.
 
         If gradients of this step may have been sent already, both apply from the next step on.
         """
@@ -238,7 +240,7 @@ class HorovodReducer(ABC):
 
         Raises:
             HorovodInternalError: this rank's optimizer does not have one of these parameters. The world was ended.
-            ValueError: as :meth:`enter_world`.
+            ValueError: as :meth:`enter_world`; or a parameter's gradient cannot be averaged.
         """
         self.enter_world()
         known = set(self.added)
@@ -265,7 +267,7 @@ class HorovodReducer(ABC):
 
     @property
     def added(self) -> list[str]:
-        """Return the names of the parameters that were added after this reducer got its channel name."""
+        """Return the names of the parameters that were added to the layout after this reducer got its channel name."""
         return [slot.name for slot in self.hooks.slots[self._first_slots :]]
 
     # -- exchanges without a result ---------------------------------------------------------------------------------
@@ -412,6 +414,7 @@ class HorovodReducer(ABC):
 
         Raises:
             ValueError: the process set was not added in this world, or was removed.
+            HorovodInternalError: this process is not in a world.
         """
         self.process_set.usable_id()
         if self._generation != basics.generation():
@@ -441,8 +444,9 @@ class HorovodReducer(ABC):
 
         Raises:
             AssertionError: there were too many passes, as on Horovod.
-            ValueError: as :meth:`enter_world`.
-            HorovodInternalError: this process was forked from a rank.
+            ValueError: as :meth:`reduce`.
+            HorovodInternalError: this process is not in a world or was forked from a rank, or gradients cannot be sent,
+                because the world has ended, for example.
         """
         self.enter_world()
         basics.engine().check_process()  # before the gradient is copied to a bucket, which may be in shared memory

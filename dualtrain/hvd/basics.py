@@ -51,7 +51,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         ValueError: the world cannot be joined, a variable has an invalid value, ``process_sets`` is a text other than
             "dynamic", or a process set is not valid or appears twice. After an error in a process set, this process is
             still in the world. If a set appears twice, the other sets can be used.
-        BackendError: another rank failed, or did not continue in time, after it had joined the world.
+        BackendError: another rank failed, or did not continue in time, after it had joined the world; or the ranks'
+            process sets differ (HorovodInternalError).
     """
     global _current, _generations
     if isinstance(process_sets, str):
@@ -73,6 +74,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
 
 def _connect(comm: Any, settings: Settings) -> Backend:
+    """Join the world of ``comm``. Collective; blocks. For the exceptions, see :func:`init`."""
     world = detect_world()
     if hasattr(comm, "Get_rank"):
         world = world_of(comm, world)
@@ -115,7 +117,9 @@ def _some_of(world: World, ranks: list[int]) -> World:
 
 
 def shutdown() -> None:
-    """Leave the world. Other ranks' calls fail from now on, as on Horovod. A second call does nothing.
+    """Leave the world. Other ranks' calls fail from now on, as on Horovod, except calls that rank 0 has already matched.
+
+    Blocks until this rank has finished the matched calls, for about 15 s at most. A second call does nothing.
 
     A process that was forked from a rank only forgets the world: the rank stays in it.
     """
@@ -150,6 +154,7 @@ def generation() -> int:
 
 
 def _backend() -> Backend:
+    """Return the world's backend. Raises ValueError outside of a world."""
     if _current is None:
         raise ValueError(NOT_INITIALIZED)
     return _current.engine.backend

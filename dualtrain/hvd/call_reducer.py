@@ -23,13 +23,14 @@ from dualtrain.hvd.process_sets import ProcessSet
 class CallReducer(HorovodReducer):
     """Combines all gradients by one grouped allreduce.
 
-    Used for the user's own compressors, for Min, Max and Product, and for float16 sums that are rounded as on Horovod.
+    Used for the user's own compressors, for Min, Max and Product, for Adasum on a process set of one rank, and, with
+    DUALTRAIN_HVD_COMPAT=1, for float16 sums, which are then rounded as on Horovod.
 
     Args:
         named: the parameters, the same on every rank of the set, in any order.
         base_name: name of the set of parameters, the same on every rank.
         process_set: the ranks.
-        passes: number of backward passes that are summed before the call.
+        passes: number of backward passes whose gradients are summed before the call.
         op: the reduction.
         compression: compresses gradients before the call, and decompresses the results.
         predivide: a factor f: gradients are multiplied by 1/f before the reduction, and results by f after it.
@@ -125,6 +126,7 @@ class CallReducer(HorovodReducer):
         self.adopt(basics.reducers.added.pop(self.channel_name, []))
 
     def _submit(self) -> tuple[int, list[Any]]:
+        """Start the call, or a call that fails on all ranks, unless this was done before; do not block."""
         if self._call is None:
             self.hooks.restore()
             self.fill_frozen()

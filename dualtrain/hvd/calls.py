@@ -26,7 +26,7 @@ Gradients = Sequence[torch.Tensor]
 
 
 def usable_set(process_set: ProcessSet) -> int:
-    """Return the id of ``process_set``. Raises ValueError if it is not in use, or this rank is not in it.
+    """Return the id of ``process_set``. Raises ValueError if it is no ProcessSet in use, or this rank is not in it.
 
     Raises HorovodInternalError outside of a world.
     """

@@ -32,8 +32,8 @@ class ChannelReducer(HorovodReducer):
     So the number and the order of backward passes may differ between ranks. Every step has one exchange (the communication
     that combines the gradients over the ranks), or two if parameters were added before it. Before the first exchange, and
     again after parameters were added, each rank requests the channel from rank 0. The request describes the rank's
-    parameters and options, and lists its sparse gradients. Rank 0 compares the parameters and options. All ranks send a
-    gradient as a sparse gradient if it is sparse on any rank.
+    parameters and options, and lists its sparse gradients. Rank 0 compares the parameters and options. Unless
+    ``sparse_as_dense`` is set, all ranks send a gradient as a sparse gradient if it is sparse on any rank.
 
     Args:
         named: the parameters, the same on every rank of ``process_set``.
@@ -50,6 +50,7 @@ class ChannelReducer(HorovodReducer):
 
     Raises:
         ValueError: the backend cannot send the transfer's dtype, or a parameter's gradient cannot be averaged.
+        HorovodInternalError: ``init`` was not called.
     """
 
     def __init__(self, named: Named, base_name: str, process_set: ProcessSet, passes: int, transfer: Transfer) -> None:
@@ -95,7 +96,10 @@ class ChannelReducer(HorovodReducer):
         return self.exchanging and usable and (self._waits or not self._exchange.sparse.dims)
 
     def is_reduced(self) -> bool:
-        """Return whether the gradients are the result of the last exchange, and were not set to None or zero after it."""
+        """Return whether the gradients are the result of the last exchange, and were not all set to None or zero after it.
+
+        Zeros on a GPU are not detected.
+        """
         return self._exchange.is_reduced()
 
     def renew(self) -> None:
@@ -121,6 +125,7 @@ class ChannelReducer(HorovodReducer):
             self._count_active_only()
 
     def _run_exchange(self) -> None:
+        """Send all unsent buckets, wait for the sums and unpack them; raise BackendError if the ranks refuse. Blocks."""
         self._send_all()
         exchange = self._exchange
         self._refused = exchange.wait()
@@ -210,7 +215,7 @@ class ChannelReducer(HorovodReducer):
     # -- during backward --------------------------------------------------------------------------------------------
 
     def slot_ready(self, slot: Slot) -> None:
-        """Send complete buckets, in order.
+        """Send complete buckets, in order, unless a later hook may still change the gradient of ``slot``.
 
         Until the ranks have agreed on the layout, send nothing, and request the channel once all gradients are ready.
         """
@@ -233,6 +238,7 @@ class ChannelReducer(HorovodReducer):
                 self._send_next()
 
     def _send_next(self) -> None:
+        """Send the next bucket; do not wait for its sum."""
         with as_horovod_errors():
             self._begin_exchange()
             bucket = self._exchange.send_next(torch.ones(1, device="cpu") if self._is_left_out else None)

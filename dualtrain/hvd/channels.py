@@ -230,7 +230,7 @@ class Channels:
         self._released: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def with_shared_memory(self, channel: Backend, transport: str, buffers: list[int]) -> Backend:
-        """Return ``channel`` with sums through shared memory, if ``transport`` and the ranks' hosts allow it.
+        """Return ``channel`` with sums through shared memory, if ``transport``, the backend and the ranks' hosts allow it.
 
         Otherwise, return ``channel`` itself.
 

@@ -1,4 +1,4 @@
-"""The control channel: a connection to rank 0's coordinator from each of the other ranks.
+"""Control channel of Horovod's API: a connection to rank 0's coordinator from each of the other ranks.
 
 On rank 0, one thread receives the messages of all ranks, including rank 0, and passes them to the coordinator, which
 answers. Messages to one rank arrive in the order in which they were sent.
@@ -48,7 +48,7 @@ def control(
     """Open the connections, and on rank 0 start the coordinator. Collective; blocks.
 
     Args:
-        backend: the ranks.
+        backend: the world.
         address: rank 0's address on the interface through which the ranks reach it.
         settings: how long calls may wait.
         note: called on rank 0 with each event of the coordinator; see ``Coordinator``.

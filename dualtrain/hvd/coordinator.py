@@ -277,10 +277,7 @@ class Coordinator:
             self._send(rank, {**facts, "id": calls[rank]["id"] if rank in calls else None})
 
     def _divisor(self, members: list[int], absent: list[int]) -> int:
-        """Return the divisor of averages: the number of members.
-
-        Does not count the ``absent`` ranks that joined with ``divide_by="active"``.
-        """
+        """Return the divisor of averages: the number of members, minus the ``absent`` ones with ``divide_by="active"``."""
         left_out = [rank for rank in absent if self._joined[rank]["divide_by"] == "active"]
         return len(members) - len(left_out)
 

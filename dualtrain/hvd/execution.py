@@ -22,7 +22,7 @@ class Executor:
     Args:
         backend: the world.
         channels: this rank's channels.
-        timeline: records the start and end of each call.
+        timeline: records the start and end of each call, except calls that open channels or change process sets.
 
     Attributes:
         gpu: the GPU of the script's tensors; ``None`` while it is not known.

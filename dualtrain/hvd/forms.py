@@ -82,9 +82,10 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int) -> Any:
-    """Block until the call has ended, and return its result; return ``None`` for an unknown handle.
+    """Block until the call has ended, and return its result.
 
-    The result can be used on the current CUDA stream.
+    Return ``None`` for a handle that does not exist, or was synchronized before. The result can be used on the current
+    CUDA stream.
 
     Raises:
         HorovodInternalError: the call failed.

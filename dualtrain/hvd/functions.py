@@ -35,7 +35,8 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
             - A value in it is a container of tensors.
             - It has values, but none of them is a tensor.
             - A name occurs twice, or is not a string.
-            - A tensor is sparse or quantized, or its elements share memory (``expand``).
+            - A tensor is sparse, nested or quantized, is neither on the CPU nor on a GPU, or its elements share memory
+              (``expand``).
             - ``root_rank`` does not exist.
         HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down or is not initialized.
     """
@@ -100,6 +101,7 @@ def broadcast_object(
 
     Raises:
         TypeError: on every rank of the set, if the object contains anything else. Later calls can succeed.
+        pickle.UnpicklingError: on a rank that has not passed such a class to ``add_safe_globals``, if the root has.
         ValueError, HorovodInternalError: as :func:`broadcast`. Before ``init``, ValueError.
     """
     is_root = rank() == root_rank

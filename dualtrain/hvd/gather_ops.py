@@ -183,7 +183,7 @@ def sparse_allreduce_async(
 ) -> Callable[[], torch.Tensor]:
     """Start the sum or average (``op``) of sparse COO tensors of one shape, by gathering their indices and values.
 
-    Return a function that blocks and returns the new sparse tensor, in which indices may repeat.
+    Return a function that blocks and returns the new sparse tensor, in which indices may repeat. Call it only once.
     """
     if op not in (Average, Sum):
         raise ValueError(f"op={NAMES.get(op, op)} of sparse tensors cannot be computed: pass hvd.Average or hvd.Sum")
@@ -208,7 +208,8 @@ def join(device: int = -1, divide_by: str = "initial") -> int:
 
     Until then this rank contributes the identity element to the other ranks' allreduces (zero for a sum; the largest
     value for a minimum, where Horovod uses zero), and zeros to the gradients of ``DistributedOptimizer``. A barrier does
-    not wait for this rank. All other operations, such as ``reducescatter``, fail on the ranks that call them.
+    not wait for this rank. All other operations, such as ``reducescatter``, fail on the ranks that call them, except on
+    process sets without this rank.
 
     Args:
         device: ignored; accepted because Horovod accepts it.

@@ -78,8 +78,8 @@ def allreduce(
     gradients of the result.
 
     Args:
-        tensor: every rank must pass the same dtype and shape. Averages of bool, reductions of uint64, and Min, Max and
-            Product of complex tensors are refused.
+        tensor: every rank must pass the same dtype, shape and kind of device. Averages of bool, reductions of
+            uint64, and Min, Max and Product of complex tensors are refused.
         average: the deprecated form of ``op``.
         name: matches the calls of the ranks; calls without a name match by order.
         compression: compresses what is sent; see :class:`Compression`.

@@ -50,9 +50,9 @@ def DistributedOptimizer(  # noqa: N802
 
     The wrapper has the parameter groups and the state of ``optimizer``. Its class is a subclass of the optimizer's class.
 
-    Backward sends gradients while it runs, and never waits for another rank. ``synchronize()`` or ``step()`` waits, and
-    then ``param.grad`` has the combined gradients. As with Horovod, a script that clips or unscales gradients must call
-    ``synchronize()`` first, and must call ``step()`` inside ``skip_synchronize()``.
+    With any ``op`` except Adasum, backward sends gradients while it runs, and never waits for another rank. Then
+    ``synchronize()`` or ``step()`` waits, and ``param.grad`` has the combined gradients. As with Horovod, a script that
+    clips or unscales gradients must call ``synchronize()`` first, and must call ``step()`` inside ``skip_synchronize()``.
 
     Args:
         optimizer: any torch optimizer; its state is kept, except with DUALTRAIN_HVD_COMPAT=1.
@@ -70,7 +70,7 @@ def DistributedOptimizer(  # noqa: N802
 
     Raises:
         ValueError: an option is wrong, a parameter has no name, two parameters have the same name, a parameter's gradient
-            cannot be averaged, or the process set was made from a communicator and is not in use. (A set made from ranks
+            cannot be averaged, or the process set was made from a communicator and was never in use. (A set made from ranks
             may be added after wrapping, before the first backward pass.)
         TypeError: ``optimizer`` is a wrapper already.
         HorovodInternalError: ``init`` was not called.
@@ -142,8 +142,8 @@ class _Optimizer(NativeOptimizer):
         self._synchronized, self._should_synchronize = False, True
         self._fills_unused = True
         self.reducer: HorovodReducer | None = None  # type: ignore[assignment]
-        # As on Horovod, the only rank of a process set has hooks too, unless it is the only rank of the world: every
-        # parameter gets a gradient.
+        # As on Horovod, the only rank of a process set has hooks too: every parameter gets a gradient. The only rank of the
+        # world has hooks only if HOROVOD_ELASTIC is 1.
         is_distributed = size() > 1 or os.environ.get("HOROVOD_ELASTIC") == "1"
         self._alone = not (is_distributed and process_set.included())
         if not self._alone:
@@ -192,7 +192,7 @@ class _Optimizer(NativeOptimizer):
 
     @property
     def backward_passes_per_step(self) -> int:
-        """The number of backward passes that are summed before gradients are exchanged."""
+        """The number of backward passes whose gradients are summed before they are exchanged."""
         return self._passes
 
     @backward_passes_per_step.setter
@@ -200,7 +200,7 @@ class _Optimizer(NativeOptimizer):
         self.set_backward_passes_per_step(passes)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Sum ``passes`` backward passes before gradients are exchanged.
+        """Sum the gradients of ``passes`` backward passes before they are exchanged.
 
         If gradients of this step may have been sent already, the change applies from the next step on.
         """
@@ -214,9 +214,9 @@ class _Optimizer(NativeOptimizer):
         A second call combines ``param.grad`` again, as on Horovod, because another rank may have run backward in between.
 
         Raises:
-            HorovodInternalError: as :meth:`HorovodReducer.reduce`; or ``_requires_update`` was emptied, and only some ranks
-                use a parameter.
-            ValueError: the process set is not in use, or the gradient of an unfrozen parameter cannot be averaged.
+            HorovodInternalError: as :meth:`HorovodReducer.reduce`; or ``_requires_update`` was emptied, and a parameter has
+                no gradient on this rank, but a nonzero one on other ranks.
+            ValueError: as :meth:`HorovodReducer.reduce`.
             RuntimeError: the optimizer was closed, or replaced by a later optimizer of some of its parameters.
         """
         if self.reducer is not None:
@@ -244,7 +244,8 @@ class _Optimizer(NativeOptimizer):
         """Combine the gradients. If ``_requires_update`` was emptied, parameters that no rank uses stay without one.
 
         Raises:
-            HorovodInternalError: it was emptied, and only some ranks use a parameter. The world was ended.
+            HorovodInternalError: it was emptied, and a parameter has no gradient on this rank, but a nonzero one on other
+                ranks. The world was ended.
         """
         unused = [] if self._fills_unused else [p for p in self._trained() if p.grad is None]
         reducer.reduce()
@@ -266,7 +267,10 @@ class _Optimizer(NativeOptimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Inside this context, ``step`` does not synchronize. For use after ``synchronize()``."""
+        """Inside this context, ``step`` does not synchronize. For use after ``synchronize()``.
+
+        With a closure that leaves uncombined gradients on any rank, ``step`` does synchronize.
+        """
         self._should_synchronize = False
         try:
             yield
@@ -350,6 +354,7 @@ class _Optimizer(NativeOptimizer):
         return self._over_ranks(values, "loss")
 
     def _over_ranks(self, values: torch.Tensor, name: str) -> torch.Tensor:
+        """Combine ``values`` as :meth:`average_over_ranks` does; the call's name ends with ``name``. Collective; blocks."""
         assert self.reducer is not None
         op = Sum if self.op == Sum else Average
         return allreduce(values, name=f"{self.reducer.channel_name}.{name}", op=op, process_set=self.process_set)
@@ -381,6 +386,9 @@ class _Optimizer(NativeOptimizer):
         """Add a group to the wrapped optimizer, and combine its gradients too. Must be called on every rank.
 
         With DUALTRAIN_HVD_COMPAT=1, the gradients of the group are not combined.
+
+        Raises:
+            ValueError: the gradient of a parameter cannot be averaged. The group is not added then.
         """
         if compat.enabled():
             # Horovod has two defects. It does not combine the gradients of the new group (UNREDUCED). It fills in missing
@@ -461,7 +469,7 @@ class _AdasumOptimizer(_Optimizer):
         ``closure`` computes this rank's own loss. A rank outside of the process set steps without communication.
 
         Raises:
-            ValueError: the process set was not added, or was removed; no step was taken.
+            ValueError: this process is not in a world, or the process set was not added or was removed; no step was taken.
             HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down.
             BackendError: an interrupt such as Ctrl-C has stopped an earlier step.
         """

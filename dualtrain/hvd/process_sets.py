@@ -17,10 +17,13 @@ class ProcessSet:
     """A subset of the ranks. It can be used after ``init`` or ``add_process_set`` has given it an id.
 
     Attributes:
-        process_set_id: the set's id; ``None`` while the set is not usable.
-        ranks: the ranks in ascending order, in the world's numbering; ``None`` for a set made from a communicator until it
-            is first in use.
+        process_set_id: the set's id; ``None`` while the set is not usable. The global set always has the id 0.
+        ranks: the ranks in ascending order, in the world's numbering; ``None`` for a set made from a communicator until
+            ``init`` makes it usable for the first time.
         mpi_comm: the mpi4py communicator that the set was made from, or ``None``.
+
+    Raises:
+        ValueError: the argument is neither a list of ``int`` nor an mpi4py communicator.
     """
 
     process_set_id: int | None = None
@@ -96,6 +99,7 @@ global_process_set.process_set_id = 0
 
 
 def _connected() -> Engine:
+    """Return the engine. Raises ValueError outside of a world."""
     if _engine is None:
         raise ValueError(NOT_INITIALIZED)
     return _engine
@@ -113,8 +117,13 @@ def attach(engine: Engine, sets: Sequence[ProcessSet], comm: Any = None) -> None
         comm: the mpi4py communicator that ``init`` was given, or ``None``.
 
     Raises:
-        ValueError: two of the ``sets`` have the same ranks, or one has all ranks: the other sets can be used. Or a
-            communicator is not valid, or a set has no ranks, a rank twice or a rank that does not exist.
+        ValueError: in these cases:
+
+            - Two of the ``sets`` have the same ranks (the second one cannot be used), or one of them has all ranks (it
+              cannot be used). All other sets can be used.
+            - A communicator is not valid.
+            - A set has no ranks, a rank twice, or a rank that does not exist.
+        HorovodInternalError: the ranks' sets differ, a rank failed, or Horovod was shut down.
     """
     global _engine
     _engine = engine
@@ -167,10 +176,13 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Make a process set usable and return it. Collective over all ranks; blocks.
 
     Raises:
-        ValueError: a set of these ranks exists already, there are no ranks, a rank is given twice or does not exist, this
-            process is not in a world, or new sets are not allowed. HOROVOD_DYNAMIC_PROCESS_SETS=1 or
-            ``init(process_sets="dynamic")`` allows them.
-        NotImplementedError: the set was made from an MPI communicator.
+        ValueError: in these cases:
+
+            - A set of exactly these ranks exists already.
+            - There are no ranks, a rank is given twice or does not exist, or the argument is not a list of ranks.
+            - This process is not in a world.
+            - New sets are not allowed. HOROVOD_DYNAMIC_PROCESS_SETS=1 or ``init(process_sets="dynamic")`` allows them.
+        NotImplementedError: the set was made from an MPI communicator, and was never given to ``init``.
         HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down.
     """
     engine = _engine_with_dynamic_sets("adding")
@@ -189,7 +201,12 @@ def _engine_with_dynamic_sets(what: str) -> Engine:
 
 
 def _add(engine: Engine, one: ProcessSet) -> ProcessSet:
-    """Give a new set an id. Collective over all ranks; blocks. Raises ValueError if its ranks are not valid or in use."""
+    """Give a new set an id. Collective over all ranks; blocks.
+
+    Raises:
+        ValueError: the set's ranks are not valid, or a set of exactly these ranks is in use.
+        HorovodInternalError: as :func:`add_process_set`.
+    """
     if not one.ranks or len(set(one.ranks)) < len(one.ranks) or one.ranks[0] < 0 or one.ranks[-1] >= engine.backend.size:
         raise ValueError(
             f"a process set needs one or more different ranks from 0 to {engine.backend.size - 1}, not {one.ranks}"
@@ -202,12 +219,13 @@ def _add(engine: Engine, one: ProcessSet) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set, and return True. Collective over all ranks; blocks. Pending calls on the removed set fail.
+    """Remove a process set, and return True. Collective over all ranks; blocks. Unmatched calls on the set fail.
 
     Return False at once for the global set, which cannot be removed, and for a set that is not in use.
 
     Raises:
-        ValueError: HOROVOD_DYNAMIC_PROCESS_SETS was not 1 when ``init`` was called.
+        ValueError: removals are not allowed. HOROVOD_DYNAMIC_PROCESS_SETS=1 or ``init(process_sets="dynamic")`` allows
+            them.
         HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down.
     """
     number = process_set.process_set_id

@@ -31,8 +31,8 @@ def values_of(optimizer: torch.optim.Optimizer, base: type) -> dict[str, Any]:
 
     These are plain values, such as defaults of attributes, and methods that an instance attribute of ``optimizer``
     overrides. All other methods and properties run with the wrapper as ``self``, so that ``self.step()`` in them calls the
-    wrapper's ``step``. Names that ``base``, the wrapper's own class, defines or inherits are left out, and so are names
-    that begin with ``__``.
+    wrapper's ``step``. Names that ``base``, the other base class of the wrapper's class, defines or inherits are left
+    out, and so are names that begin with ``__``.
     """
     kind, of_instance = type(optimizer), vars(optimizer)
     attributes = {name: getattr(kind, name) for name in dir(kind) if not (name.startswith("__") or hasattr(base, name))}

@@ -184,6 +184,7 @@ class ObjectState(State):
 
 
 def _copies(objects: Mapping[str, Any]) -> dict[str, Any]:
+    """Return deep copies of ``objects``. Raises TypeError if an object cannot be copied."""
     memo: dict[int, Any] = {}  # one memo for all attributes, so that an object in two attributes is copied once
     copies = {}
     for name, value in objects.items():

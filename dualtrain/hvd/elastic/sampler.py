@@ -25,6 +25,9 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         dataset: any object with a constant length.
         shuffle: whether to shuffle the samples differently in each epoch; otherwise they keep the dataset's order.
         seed: the seed of the shuffle, the same on every rank.
+
+    Raises:
+        ValueError: this process is not in a world.
     """
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:

@@ -165,7 +165,7 @@ class TorchState(ObjectState):
 
     ``restore`` also restores this rank's random number generators (Python's, NumPy's if it is imported, torch's for the
     CPU and, if CUDA is initialized, for the current GPU), and discards the gradients of the optimizers' parameters.
-    ``sync`` does neither.
+    ``sync`` does neither, except that an ``hvd.DistributedOptimizer`` discards the step that backward has begun.
 
     Args:
         model: a module, if any.
