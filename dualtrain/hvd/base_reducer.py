@@ -337,7 +337,8 @@ class HorovodReducer(ABC):
         for name, p in named:
             if p.requires_grad:
                 check_supported(name, p)
-        self.close_replaced(named, self.process_set)
+        # A group may have been removed and added again: this reducer does not replace itself.
+        self.close_replaced([(name, p) for name, p in named if self not in reducers_of(p)], self.process_set)
         for _, p in named:
             remove_freed(p)  # this reducer's hooks are added by _add_late()
         self._late += named

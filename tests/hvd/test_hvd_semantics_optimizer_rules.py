@@ -155,6 +155,25 @@ def rules(backend):
         assert torch.allclose(t, torch.full((1,), 0.9))
 
 
+def added_again(backend):
+    with library(backend) as hvd:
+        p, r = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([p], 1.0), [("p", p)])
+        optimizer.add_param_group({"params": [r]})
+        for step in range(4):
+            if step == 2:
+                optimizer.add_param_group(optimizer.param_groups.pop())
+            optimizer.zero_grad()
+            ((p.sum() + r.sum()) * (hvd.rank() + 1)).backward()
+            optimizer.step()
+        assert r.item() == -4 * mean_of_ranks(hvd.size())
+
+
+@OURS_2
+def test_a_group_may_be_removed_and_added_again(real):
+    real(added_again)
+
+
 @PAIR
 def test_the_optimizer_follows_horovods_rules_except_for_known_differences(real):
     real(rules)
