@@ -491,9 +491,14 @@ class _AdasumOptimizer(_Optimizer):
         result = self._step_wrapped(closure)  # not under no_grad: an optimizer may call the closure without enable_grad
         with torch.no_grad():
             changes = [(p - start).contiguous() for p, start in zip(params, before, strict=True)]
+            # If all parameters are frozen on this rank, it takes part all the same, so that a difference is an error.
             combined = grouped_allreduce(
-                changes, name=self._name, compression=self._compression, op=Adasum, process_set=self.process_set
+                changes or [torch.zeros(1)],
+                name=self._name,
+                compression=self._compression,
+                op=Adasum,
+                process_set=self.process_set,
             )
-            for p, start, change in zip(params, before, combined, strict=True):
+            for p, start, change in zip(params, before, combined, strict=False):
                 p.copy_(start + change)
         return result

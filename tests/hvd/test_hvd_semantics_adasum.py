@@ -126,6 +126,27 @@ def test_an_adasum_optimizer_steps_with_clipped_gradients(real):
     np.testing.assert_allclose(real(clipped), [[-0.6, -0.8]] * 2, atol=1e-5)
 
 
+def frozen_step(backend, everywhere):
+    """Freeze all parameters of an Adasum optimizer, on every rank or only on rank 0, and take a step."""
+    with library(backend) as hvd:
+        weights = torch.nn.Parameter(torch.zeros(2))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weights], lr=1.0), [("weights", weights)], op=hvd.Adasum)
+        weights.sum().backward()
+        optimizer.step()
+        weights.requires_grad_(not everywhere and hvd.rank() > 0)
+        if everywhere:
+            optimizer.step()
+        else:
+            with pytest.raises(hvd.HorovodInternalError):
+                optimizer.step()
+
+
+@worlds(("torch", 2))
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_an_adasum_optimizer_steps_with_frozen_parameters_only_if_every_rank_froze_them(real, everywhere):
+    real(frozen_step, everywhere)
+
+
 class Plain(torch.optim.SGD):
     """An optimizer that calls the closure as it is, without ``torch.enable_grad``."""
 
