@@ -34,6 +34,7 @@ SUMMARY = {
     "seconds": 1.0,
     "weights_sha256": "ab" * 32,
 }
+TORCHRUN = "torchrun --standalone --local-addr=localhost --nproc_per_node"
 MISSING = "it was not started, or failed before it made the folder"
 
 
@@ -221,13 +222,13 @@ def test_every_way_is_started_and_the_chain_resumes_from_checkpoints(script):
         f"python {job} --backend local {folders}/{names[0]}",
         f"python {job} --nproc 5 --backend torch --transport shm {folders}/nproc-shm-5",
         f"python {job} --nproc 5 --backend torch --transport native {folders}/nproc-native-5",
-        f"torchrun --standalone --nproc_per_node=5 {job} --backend torch --transport shm {folders}/torchrun-shm-5",
-        f"torchrun --standalone --nproc_per_node=5 {job} --backend torch --transport native {folders}/torchrun-native-5",
+        f"{TORCHRUN}=5 {job} --backend torch --transport shm {folders}/torchrun-shm-5",
+        f"{TORCHRUN}=5 {job} --backend torch --transport native {folders}/torchrun-native-5",
         f"horovodrun --gloo -np 5 python {job} --backend horovod {folders}/horovodrun-gloo-5",
         f"horovodrun --mpi -np 5 python {job} --backend horovod {folders}/horovodrun-mpi-5",
         f"mpirun {options} -np 5 python {job} --backend torch {folders}/mpirun-torch-5",
         f"mpirun {options} -np 5 python {job} --backend horovod {folders}/mpirun-horovod-5",
-        f"torchrun --standalone --nproc_per_node=4 {job} --backend torch --transport shm {chained} {folders}/{names[1]}",
+        f"{TORCHRUN}=4 {job} --backend torch --transport shm {chained} {folders}/{names[1]}",
         f"python {job} --backend local {chained} --resume RUNS/{names[1]}/checkpoints/step-00000003.safetensors "
         f"{folders}/{names[2]}",
         f"horovodrun --gloo -np 3 python {job} --backend horovod {chained} "
