@@ -50,7 +50,8 @@ def _chart(results: Results) -> list[str]:
 
 def _workloads(results: Results) -> list[tuple[str, str]]:
     """Return the name and the description of each measured job, in the order of the plan."""
-    keys = {key for column in results.samples.values() for sample in column if sample for key in sample.seconds}
+    starts = [sample for column in results.samples.values() for sample in column if sample]
+    keys = {key for start in starts for sample in (start, *start.parts.values()) for key in sample.seconds}
     sweep = {"sweep" for key in keys if key.startswith("sweep/")}
     return [(name, what) for name, what in ABOUT.items() if name in keys | sweep]
 

@@ -423,6 +423,9 @@ def test_the_page_has_the_answer_the_chart_the_workloads_the_machine_and_the_tab
     assert ABOUT["mlp"] not in shown.text
     assert "target" not in shown.text
     assert "svg" in shown.tags
+    parts = {"native": Sample({"transformer": 0.1}, ranks=2), "ddp-tuned": Sample({"transformer": 0.1}, ranks=2)}
+    side_by_side = Results({"beside-ddp": [Sample({}, ranks=2, parts=parts)]}, step_fractions=[1.0])
+    assert ABOUT["transformer"] in Page(page(side_by_side, [], MACHINE, targets=False)).text
     assert not {"img", "script"} & {*shown.tags}
     assert set(sweep_of(found)) == {"dualtrain torch, shared memory", "dualtrain torch, shared memory, its buffers"}
 
