@@ -256,9 +256,9 @@ def synchronize_norms(model: nn.Module, backend: Backend) -> None:
 
     Each layer is replaced by a new one, in place. The new layers have the parameters and buffers of the old ones, so an
     optimizer of the model stays valid. In training, their forward and backward are collective: every rank must run them.
-    ``FrozenNorm`` layers (``models/freezing.py``) are not changed. Layers of subclasses of torch's classes are not changed
-    either; rank 0 logs the names of those that are in training mode, three at most. ``torch.save`` and ``pickle`` write the
-    new layers as torch's BatchNorm layers.
+    ``FrozenNorm`` layers (``models/freezing.py``) and synchronized layers (:func:`is_synchronized`) are not changed. Layers
+    of other subclasses of torch's classes are not changed either; rank 0 logs the names of those that are in training mode,
+    three at most. ``torch.save`` and ``pickle`` write the new layers as torch's BatchNorm layers.
 
     Raises:
         ValueError: ``model`` itself is one of torch's BatchNorm layers.

@@ -184,7 +184,7 @@ def whole(low: int, high: int) -> Callable[[str], int]:
 
 
 def ranks_of_host(text: str) -> int:
-    """Convert a number of ranks to start on this host, for argparse: at most ``RANKS_PER_CORE`` for each core."""
+    """Convert a number of ranks to start on this host, for argparse: at most ``cores.RANKS_PER_CORE`` per usable core."""
     number = whole(1, 10_000)(text)
     if (reason := too_many_ranks(number, usable_cores())) is not None:
         raise argparse.ArgumentTypeError(f"{number} ranks are too many for this host: {reason}")

@@ -145,7 +145,7 @@ def _linear(kind: str, op: ReduceOp | str, backend: Backend) -> ReduceOp:
 
 
 def _checked(kind: str, tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
-    """Return ``tensor`` if it is dense and of a known dtype. Otherwise refuse the call on every rank: see :func:`_linear`.
+    """Return ``tensor`` if its elements can be sent. Otherwise refuse the call on every rank: see :func:`_linear`.
 
     Raises:
         UserError: collectives are not allowed now: see :func:`without_collectives`.

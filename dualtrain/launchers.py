@@ -136,7 +136,7 @@ def _can_be_host(text: str) -> bool:
 
 
 class _Variables:
-    """A launcher's environment variables; records those that were read, as evidence.
+    """A launcher's environment variables; :meth:`text` records those that it reads, as evidence.
 
     Invalid values raise UserError, and so do missing ones, except in :meth:`text` and where there is a default.
     """
@@ -417,7 +417,7 @@ _VARIABLES = {
 def refuse_launcher(command: str, processes: str) -> None:
     """Raise UserError if a launcher has started this process, because ``command`` starts processes itself.
 
-    ``processes`` describes these processes in the message, as in "its contenders".
+    ``processes`` describes these processes in the message: "its contenders", for example.
     """
     world = detect_world()
     if world.launcher != "none":

@@ -64,10 +64,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
             contain all of the optimizer's parameters; other parameters are ignored.
         backend: the ranks to average over.
         unused: see :class:`~dualtrain.gradients.GradientReducer`.
-        backward_passes_per_step: backward passes whose gradients are summed before they are exchanged; ``no_sync``
-            is the manual alternative. A call of :meth:`zero_grad` between these passes does not reset their count. After
-            such a call, the last of these passes exchanges gradients, and so does every later pass until the next
-            ``step`` or ``zero_grad``.
+        backward_passes_per_step: number of backward passes whose gradients are summed before they are exchanged;
+            ``no_sync`` is the manual alternative. A call of :meth:`zero_grad` between these passes does not reset their
+            count. After such a call, the last of these passes exchanges gradients, and so does every later pass until the
+            next ``step`` or ``zero_grad``.
         extra: number of scalars of the caller that are summed over the ranks together with the gradients (see
             :attr:`extra`).
         transfer: see :class:`~dualtrain.gradients.GradientReducer`.
@@ -227,7 +227,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _refusing_after_interrupt(self) -> Iterator[None]:
-        """Run a step in this context; refuse it if an interrupt has stopped an earlier step that changed parameters."""
+        """Run a step in this context.
+
+        With several ranks, refuse the step if an interrupt has stopped an earlier step that changed parameters.
+        """
         if self._interrupted and not self._alone:
             raise BackendError(
                 "an earlier step of the optimizer was interrupted on this rank, whose parameters may differ: restart the "

@@ -108,13 +108,13 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
         return status
 
 
-def _next_wait(last: float, status: int, seconds: float) -> float:
-    """Return how long to wait before a restart. The attempt lasted ``seconds``; ``last`` is the previous wait."""
+def _next_wait(last_wait: float, status: int, seconds: float) -> float:
+    """Return how long to wait before a restart. The attempt lasted ``seconds``; ``last_wait`` is the wait before it."""
     if status not in TRANSIENT:
         return 0.0
     if seconds > LONGEST_WAIT_SECONDS:
         return FIRST_WAIT_SECONDS
-    return min(2 * last or FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS)
+    return min(2 * last_wait or FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS)
 
 
 def _run(job: _Job, body: Body, arguments: Sequence[str], nproc: int, name: str) -> int:

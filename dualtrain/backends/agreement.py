@@ -112,11 +112,11 @@ def agree(backend: Primitives, call: Call, extent: int = 0, data: Short | None =
     numbers = [~mine if backend.flag else mine, extent]
     backend.compared = True
     try:
-        rows = backend.whole_call(partial(backend.exchange_call, numbers, data))
+        gathered = backend.whole_call(partial(backend.exchange_call, numbers, data))
     except BackendError as error:
         backend.abandon(error)
         raise
-    fingerprints, extents = zip(*rows, strict=True)
+    fingerprints, extents = zip(*gathered, strict=True)
     backend.any_flag = min(fingerprints) < 0  # a rank whose flag is set has sent the complement, which is negative
     if backend.any_flag:
         fingerprints = tuple(max(each, ~each) for each in fingerprints)

@@ -161,7 +161,7 @@ def connect(
 
 
 def _open(name: str, world: World, device: torch.device, timeout: float, groups: bool) -> Backend:
-    """Join the world of the library ``name``, and return its backend. Collective; blocks."""
+    """Join the world of the library ``name``, and return its backend. Collective and blocks, unless it is ``"local"``."""
     if name == "local":
         from dualtrain.backends.local import LocalBackend
 
@@ -324,6 +324,9 @@ def _share_memory(backend: Backend, transport: str) -> Backend:
     """Return ``backend`` with reductions through shared memory if that is chosen and possible, else ``backend`` itself.
 
     Collective. If it is chosen and not possible, rank 0 logs a warning.
+
+    Raises:
+        BackendError, ValueError: a rank has failed or has left the job.
     """
     several_hosts = len(set(backend.hosts)) > 1
     automatic = transport == "auto" and backend.name == "torch" and backend.device.type == "cpu" and not several_hosts

@@ -58,6 +58,8 @@ def installed() -> bool:
 def build_facts() -> dict[str, Any]:
     """Return the parts that `horovodrun --check-build` lists as built, and the version of ``torch`` they were built for.
 
+    The version is ``None`` if this release of Horovod has not recorded it.
+
     Raises:
         UserError: Horovod is not installed, or cannot be loaded.
     """
@@ -68,7 +70,7 @@ def build_facts() -> dict[str, Any]:
     try:
         built_for = json.loads((folder / "metadata.json").read_text()).get("pytorch")
     except (OSError, ValueError):
-        built_for = None  # not every release of Horovod records it
+        built_for = None
     return {
         "frameworks": [shown for name, shown in extensions.items() if any((folder / name).glob("mpi_lib*.so"))],
         "controllers": [name for name in ("MPI", "Gloo") if built[name]],

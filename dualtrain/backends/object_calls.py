@@ -74,7 +74,10 @@ class ObjectCalls(Movement):
         return [objects.decode(part) for part in self.gather(data, lengths, name or "allgather_object")]
 
     def _refuse_if_unsent(self, lengths: dict[int, int], problem: TypeError | None) -> None:
-        """Raise on every rank, with the reason, if a rank's object cannot be sent (its length is then negative)."""
+        """Raise on every rank, with the reason, if a rank's object cannot be sent (its length is then negative).
+
+        Collective in this case; blocks.
+        """
         refused = [rank for rank, length in lengths.items() if length < 0]
         if not refused:
             return

@@ -47,7 +47,7 @@ class _Views(NamedTuple):
     """
 
     mine: torch.Tensor
-    rows: torch.Tensor
+    all_values: torch.Tensor
     result: torch.Tensor
     flat_result: torch.Tensor
 
@@ -107,7 +107,7 @@ class CallBuffers:
                 length += self._reduce(data, lengths)
             elif isinstance(data, Broadcast):
                 length += self._concatenate({data.root: lengths[data.root]})
-            elif lengths == [rows * data.unit for rows in self._frames[2 :: self._stride]]:
+            elif lengths == [count * data.unit for count in self._frames[2 :: self._stride]]:
                 length += self._concatenate(dict(enumerate(lengths)))
         self._answer[0] = length
         return self.reply[: HEADER + length]
@@ -132,7 +132,7 @@ class CallBuffers:
         if any(length != lengths[0] for length in lengths):
             return 0
         views = self._views_of(reduction.tensor)
-        reduce_in_ring_order(views.rows, reduction.op, views.flat_result)
+        reduce_in_ring_order(views.all_values, reduction.op, views.flat_result)
         return reduction.tensor.nbytes
 
     def _concatenate(self, lengths: Mapping[int, int]) -> int:
@@ -154,8 +154,8 @@ class CallBuffers:
     @torch.inference_mode(False)
     def _new_views(self, tensor: torch.Tensor) -> _Views:
         fields = self._gathered[0, 1 + _NUMBERS :], self._gathered[:, 1 + _NUMBERS :], self._reply[self._end :]
-        mine, rows, result = (field.view(tensor.dtype)[..., : tensor.numel()] for field in fields)
-        return _Views(mine.view(tensor.shape), rows, result.view(tensor.shape), result)
+        mine, all_values, result = (field.view(tensor.dtype)[..., : tensor.numel()] for field in fields)
+        return _Views(mine.view(tensor.shape), all_values, result.view(tensor.shape), result)
 
 
 def is_sent_with_call(data: Short | None, size: int, limit: int) -> bool:

@@ -105,6 +105,8 @@ def _end(groups: list[Any], *, peer_failed: bool) -> None:
 def _end_all() -> None:
     """End the groups of a program that does not close its backend, and wait for groups that are still ending.
 
+    After the failure of a peer, this function waits for a second at most.
+
     Gloo's threads, and threads that end a group, take the GIL to release a tensor. They abort the process if the
     interpreter has ended.
     """

@@ -20,6 +20,6 @@ class LateFlag:
         self._copied.record(torch.cuda.current_stream(flag.device))
 
     def raised(self) -> bool:
-        """Return whether the flag that was copied last is set. Blocks until that copy has ended."""
+        """Return whether the flag that was copied last is set, that is, NaN. Blocks until that copy has ended."""
         self._copied.synchronize()
         return math.isnan(self._value.item())

@@ -46,7 +46,7 @@ class GradientReducer:
         unused: the gradient of a parameter that no rank used in a step. With ``"zero"`` it is zeros, as in Horovod, so
             that weight decay and momentum still apply. With ``"none"`` it is ``None``, as in DDP. A parameter that only
             some ranks used always gets the average, in which the other ranks count as zero.
-        passes: backward passes that are summed locally before the ranks exchange anything.
+        passes: number of backward passes that are summed locally before the ranks exchange anything.
         extra: how many of the caller's scalars are sent along and summed over ranks (see :attr:`extra`).
         transfer: how gradients are sent: factors before and after the sum (by default, the result is the average), the
             dtype in which gradients are sent, and the buckets.
@@ -56,8 +56,9 @@ class GradientReducer:
         carry: the former name of ``extra``; deprecated.
 
     In the first reduction, the ranks compare their parameters and options; a difference raises BackendError, which names
-    it. They also agree on which gradients are sparse: the indices and values of these gradients are gathered. Gradients
-    that become sparse only later are averaged as dense ones.
+    it. They also agree on which gradients are sparse: the indices and values of these gradients are gathered, unless
+    ``transfer`` has ``sparse_as_dense``. Gradients that become sparse only later are averaged as dense ones. With an
+    ``order`` and without ``sparse_as_dense``, a sparse gradient raises BackendError.
     ``param.grad`` becomes a view into a buffer. Some gradients are not replaced, and the average is copied into them: those
     to which the program has a reference, those that share memory with another tensor, and those that have a graph
     (``create_graph=True``). You may assign to ``param.grad`` or to its ``.data``.

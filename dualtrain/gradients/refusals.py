@@ -42,12 +42,16 @@ _SAME_STEPS = "step or skip on all ranks, and call optimizer.zero_grad() after a
 class Refusals:
     """The checks of a reducer in every exchange.
 
-    Each rank sends a flag: NaN if it has a reason to refuse, or averages its gradients only in an optimizer's step;
-    otherwise infinity after an odd number of optimizer steps, and minus infinity after an even number. The sum of the flags
-    is NaN if a rank has sent NaN, or if the number of steps is odd on some ranks and even on others: their weights then
-    differ. This holds for any dtype and number of ranks. If the sum is NaN, the ranks compare in another call whether they
-    have reasons, whether their numbers of steps are odd, and whether they are in a step. A rank without shards sends no
-    flag. If there is such a rank, the ranks make this call in every exchange.
+    Each rank sends a flag in the last bucket:
+
+    - NaN if it has a reason to refuse. Also NaN if it averages its gradients only in an optimizer's step; but not with
+      gradients on a GPU, unless the CPU waits for the exchange.
+    - Otherwise infinity after an odd number of optimizer steps, and minus infinity after an even number.
+
+    The sum of the flags is NaN if a rank has sent NaN, or if the number of steps is odd on some ranks and even on others:
+    their weights then differ. This holds for any dtype and number of ranks. If the sum is NaN, the ranks compare in another
+    call whether they have reasons, whether their numbers of steps are odd, and whether they are in a step. A rank without
+    shards sends no flag. If there is such a rank, the ranks make this call in every exchange.
 
     Attributes:
         flag: a tensor of one number, sent with the last bucket.
@@ -208,8 +212,9 @@ class Refusals:
 
         They must if a rank has a reason, or if their numbers of steps differ: see :class:`Refusals`. Collective, and
         blocks, if the sum of the flags is NaN or some ranks have no shards.
-        With gradients on a GPU, the CPU reads the flag only if it waits for the exchange anyway. If it does not, a
-        refusal raises BackendError instead: at once on the rank that has the reason, one step later on the others.
+        With gradients on a GPU, the CPU reads the flag only if it waits for the exchange anyway. If it does not, and all
+        ranks have shards, a refusal raises BackendError instead: at once on the rank that has the reason, one step later
+        on the others.
         """
         self.ranks_in_step = []
         if not buckets:

@@ -28,17 +28,19 @@ class Scaling:
     after: float
 
     @classmethod
-    def of(cls, wire: WireFormat, transfer: Transfer, backend: Backend, shards: int, *, may_scale_copies: bool) -> Scaling:
+    def of(
+        cls, wire_format: WireFormat, transfer: Transfer, backend: Backend, shards: int, *, may_scale_copies: bool
+    ) -> Scaling:
         """Return the factors for a sum of ``shards`` summands.
 
         They are equal on all ranks, except for ``Transfer.before``, which is a part of ``in_copy`` or ``before``.
         """
         before, after = transfer.before, transfer.factor_after(shards)
-        if wire.dtype.itemsize < wire.real.itemsize:
+        if wire_format.dtype.itemsize < wire_format.real.itemsize:
             # Divide before the sum: the sum of a few large gradients may not fit into float16, but their average does.
             return cls(None, before * after, 1.0, 1.0) if after < 1 else cls(None, before, 1.0, after)
-        if may_scale_copies and wire.is_cpu and not wire.converts and _averages_first(backend, transfer):
-            return cls(torch.tensor(before * after, dtype=wire.real, device="cpu"), 1.0, 1.0, 1.0)
+        if may_scale_copies and wire_format.is_cpu and not wire_format.converts and _averages_first(backend, transfer):
+            return cls(torch.tensor(before * after, dtype=wire_format.real, device="cpu"), 1.0, 1.0, 1.0)
         return cls(None, before, after, 1.0)
 
 

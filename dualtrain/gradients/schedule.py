@@ -49,7 +49,7 @@ class Schedule:
         return not bucket.pending
 
     def take_next(self) -> Bucket:
-        """Return the next bucket, which the caller sends."""
+        """Return the next bucket, which the caller sends, and count it as sent."""
         bucket = self.buckets[self.next]
         self.next += 1
         return bucket

@@ -78,9 +78,9 @@ class Slot:
     node_hooks: Mapping[int, Any] = field(default_factory=dict)
 
     def copy_to_bucket(self) -> None:
-        """Copy the gradient, which has just become ready, to its bucket.
+        """Copy the gradient, which has just become ready, to its bucket, and make ``param.grad`` this copy.
 
-        At this time the gradient is still in the processor's cache. The copy frees the old memory for the next gradient.
+        At this time the gradient is still in the processor's cache. The old memory is then free for the next gradient.
         Do nothing if the program or another hook may use the gradient: ``Bucket.pack`` copies such a gradient later.
         """
         p = self.param

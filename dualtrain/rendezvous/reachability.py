@@ -21,7 +21,7 @@ def check_all_reachable(
     world: World,
     hosts: Sequence[object],
     put: Callable[[str, str], object],
-    take: Callable[[str], str],
+    get: Callable[[str], str],
     obstacle: str | None,
 ) -> None:
     """Connect one rank of each host to one rank of every other host. Collective; blocks. Does nothing if there is one host.
@@ -30,7 +30,7 @@ def check_all_reachable(
         world: this process's rank and size.
         hosts: the host of each rank.
         put: stores a value under a key in the job's store.
-        take: waits for a key and returns its value. Raises RuntimeError if the key is not set in time, and UserError if the
+        get: waits for a key and returns its value. Raises RuntimeError if the key is not set in time, and UserError if the
             process that serves the store has ended.
         obstacle: why this rank's backend cannot use this host together with others, or ``None``; the same for all ranks of
             a host. It counts as a failure of this host, but only if the job has several hosts.
@@ -38,20 +38,20 @@ def check_all_reachable(
     Raises:
         UserError: on every rank, if a host cannot reach another host or has an ``obstacle``. The message is the failure of
             the first such host. After rank 0 has exited, it is the failure that this rank itself found, or else the error
-            of ``take``. Also raised if this host cannot listen at its address, or if a host did not report in time.
+            of ``get``. Also raised if this host cannot listen at its address, or if a host did not report in time.
     """
     leaders = [list(hosts).index(host) for host in dict.fromkeys(hosts)]
     if len(leaders) == 1:
         return
     if world.rank not in leaders:
-        _raise_first_failure(leaders, take)
+        _raise_first_failure(leaders, get)
         return
     with _listen(listening_address(world), len(leaders)) as server:
         put(f"reach/at/{world.rank}", f"{server.getsockname()[0]} {server.getsockname()[1]}")
-        tries = (_try_to_reach(world.rank, other, take) for other in leaders if other != world.rank)
+        tries = (_try_to_reach(world.rank, other, get) for other in leaders if other != world.rank)
         own_failure = obstacle or next(filter(None, tries), "")  # stop at the first failure
         put(f"reach/result/{world.rank}", own_failure)
-        _raise_first_failure(leaders, take, own_failure)  # the server stays open until all have tried
+        _raise_first_failure(leaders, get, own_failure)  # the server stays open until all have tried
 
 
 def _listen(host: str, backlog: int) -> socket.socket:
@@ -61,10 +61,10 @@ def _listen(host: str, backlog: int) -> socket.socket:
         raise UserError(f"{socket.gethostname()} cannot listen at its own address {host} ({error})") from error
 
 
-def _try_to_reach(rank: int, other: int, take: Callable[[str], str]) -> str | None:
+def _try_to_reach(rank: int, other: int, get: Callable[[str], str]) -> str | None:
     """Return the reason why ``rank`` cannot connect to the host of rank ``other``; ``None`` if it can."""
     try:
-        host, port = take(f"reach/at/{other}").split()
+        host, port = get(f"reach/at/{other}").split()
     except RuntimeError:
         return f"rank {other} did not send its host's address: see rank {other}'s message"
     try:
@@ -79,10 +79,10 @@ def _try_to_reach(rank: int, other: int, take: Callable[[str], str]) -> str | No
     return None
 
 
-def _raise_first_failure(leaders: Sequence[int], take: Callable[[str], str], own_failure: str = "") -> None:
-    """Wait for the results of all hosts. Raise UserError with the first failure, if a host has one."""
+def _raise_first_failure(leaders: Sequence[int], get: Callable[[str], str], own_failure: str = "") -> None:
+    """Wait for the results of all hosts. Raise UserError with the first failure, if a host has one or does not report."""
     try:
-        results = [take(f"reach/result/{leader}") for leader in leaders]
+        results = [get(f"reach/result/{leader}") for leader in leaders]
     except UserError as error:  # the store is gone: rank 0, which serves it, has read all results and has exited
         if own_failure:
             raise UserError(own_failure) from error

@@ -245,6 +245,7 @@ class SharedMemory:
         return gathered
 
     def _exchange_here(self, numbers: Sequence[int]) -> list[list[int]] | None:
+        """Do the same as :meth:`exchange` on one host; return ``None``, on every rank, for too many numbers. Blocks."""
         with self._lock:
             self._raise_failure(COMPARING)
             try:
