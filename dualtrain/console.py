@@ -304,6 +304,6 @@ def leave(status: int) -> NoReturn:
         sys.stderr.flush()
     if status:
         release()
-        # Not sys.exit: the libraries' exit handlers would wait for ranks that have exited.
+        # Not sys.exit: exit handlers of communication libraries would wait for ranks that have exited.
         os._exit(status)
     sys.exit(0)

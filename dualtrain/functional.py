@@ -4,9 +4,10 @@ The gradients of ``dualtrain.hvd`` differ, since they are Horovod's: the gradien
 averages, and the gradient of ``reducescatter`` is multiplied by the number of ranks.
 
 The backward pass is collective too: every rank must run it. All functions block. They return new tensors, and raise the
-same errors as the backend's methods. In a step with virtual ranks, they raise UserError if the number of ranks differs from
-the number of virtual ranks. If the input of any rank requires a gradient, the result requires one on every rank where
-gradients are enabled, so that all ranks can run the backward pass.
+same errors as the backend's methods. In a step or an evaluation with virtual ranks (``trainer/virtual_ranks.py``), they
+raise UserError if the number of ranks differs from the number of virtual ranks, because their results depend on the number
+of ranks. If the input of any rank requires a gradient, the result requires one on every rank where gradients are enabled,
+so that all ranks can run the backward pass.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Call:
     dtype: torch.dtype | None = None
     shape: tuple[int | None, ...] | None = None
     root: int | None = None
-    device: str = "cpu"  # the type of the tensor's device: the libraries hang if only some ranks send from a GPU
+    device: str = "cpu"  # the type of the tensor's device: communication libraries hang if only some ranks send from a GPU
     problem: str = ""  # why this rank cannot make the call; empty if it can
 
     @classmethod

@@ -79,8 +79,8 @@ class Backend(Reductions, ObjectCalls):
         """Return a backend over some of this backend's ranks; ``None`` on ranks that are not in ``ranks``.
 
         The new backend numbers its ranks from 0, in ascending order of ``ranks``. Every rank of this backend must make the
-        call, with the same ``ranks``. Blocks. The group is closed with this backend. Its calls use the library, even if
-        this backend uses shared memory.
+        call, with the same ``ranks``. Blocks. The group is closed with this backend. Its calls use the
+        communication library, even if this backend uses shared memory.
 
         Raises:
             ValueError: ``ranks`` is empty, repeats a rank or has a rank that does not exist; or this backend is itself a

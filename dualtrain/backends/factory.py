@@ -161,7 +161,7 @@ def connect(
 
 
 def _open(name: str, world: World, device: torch.device, timeout: float, groups: bool) -> Backend:
-    """Join the world of the library ``name``, and return its backend. Collective and blocks, unless it is ``"local"``."""
+    """Make the backend ``name``, which joins its world. Collective and blocks, unless it is ``"local"``."""
     if name == "local":
         from dualtrain.backends.local import LocalBackend
 
@@ -231,7 +231,7 @@ def _device(device: str | torch.device) -> torch.device:
 
 
 def _refuse_other_world(name: str, rank_and_size: tuple[int, int], world: World) -> None:
-    """Check that the library's rank and size are the launcher's; otherwise each process might train alone.
+    """Check that the library's rank and size are those of ``world``; otherwise each process might train alone.
 
     Raises:
         UserError: the rank or the size differs.

@@ -38,7 +38,8 @@ class Bucket:
         extra: how many scalars are sent behind the gradients.
         backend: the backend that sums the gradients over its ranks.
         transfer: how gradients are sent.
-        order: the tree along which gradients are summed; ``None`` for the backend's own order.
+        order: the tree along which gradients are summed; its leaves are shards (parts of the global batch). ``None`` for
+            the backend's own order.
     """
 
     def __init__(
@@ -274,7 +275,7 @@ class Bucket:
         """Add the gradients and the extra scalars of a shard to the partial sums.
 
         Not for this rank's last shard: :meth:`pack` copies it to the buffer, and :meth:`start` adds it. The partial sums
-        reuse the gradients' memory, so no two gradients may share memory.
+        reuse the gradients' memory, so two gradients must not share memory.
         """
         if self._adds_wire:
             self.pack()

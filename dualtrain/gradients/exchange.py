@@ -35,7 +35,8 @@ class Exchange:
         transfer: how gradients are sent.
         unused: see :class:`~dualtrain.gradients.GradientReducer`.
         scalars: how many extra scalars are sent behind the last bucket.
-        order: the tree along which gradients are summed; ``None`` for the backend's own order.
+        order: the tree along which gradients are summed; its leaves are shards (parts of the global batch). ``None`` for
+            the backend's own order.
 
     Attributes:
         extra: the extra scalars, shape (scalars,), as a part of the last bucket; after a round, their sums over the ranks.

@@ -61,7 +61,7 @@ class Refusals:
             them. Examples are the float32 copies of float16 parameters that apex makes.
         hooks: the reducer's parameters.
         steps: the number of steps that the optimizer has taken on this rank, with the current backend.
-        has_idle_ranks: True if some ranks have no shards.
+        has_idle_ranks: True if some ranks have no shards (parts of the global batch).
         in_step: True while an optimizer's step averages the gradients, because nothing before it has done so.
         ranks_in_step: the ranks on which the last exchange was part of a step, while it was part of backward or
             ``synchronize()`` on this rank. Those ranks use the averages unchanged. Empty with gradients on a GPU, unless

@@ -9,8 +9,8 @@ On one host, a short tensor is copied to a slot in shared memory instead, and ev
 the slots of all ranks (``short.py``). This needs one signal instead of two; a signal takes longer than the reduction of a
 short tensor.
 
-With several hosts, the ranks that have the same shard (one per host) all-reduce it through the library. Then each of them
-writes the result into the buffers of its host.
+With several hosts, the ranks that have the same shard (one per host) all-reduce it through the communication library. Then
+each of them writes the result into the buffers of its host.
 
 The caller's thread does the work, when it waits for an operation. It also does what is possible without blocking when it
 starts the next operation or calls ``done()``. If the ranks compute on all cores, an additional thread would not make
