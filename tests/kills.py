@@ -13,7 +13,7 @@ from tests.forked import ROOT, Completed, Forked, rank_variables
 ENV = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 SECONDS = 120.0  # limit of each wait, enough on a busy machine
 #: Flags of a job: four steps per epoch, a checkpoint after each step, and dropout, which draws random numbers.
-FLAGS = ("--model", "tests.models_for_tests:dropping", "--global-batch-size", "360", "--lr", "0.02", "--momentum", "0.9")
+FLAGS = ("--model", "tests.models_for_tests:dropout_net", "--global-batch-size", "360", "--lr", "0.02", "--momentum", "0.9")
 FLAGS += ("--epochs", "7", "--checkpoint-every", "1", "--threads", "1", "--workers", "0", "--log-every", "1")
 #: The phases in which a run is killed, one after another. If a run dies three times in a row after the same
 #: step, ``restarts.py`` refuses the next restart. In this order, that does not happen.

@@ -132,13 +132,13 @@ def small_buckets(sizes: tuple[int, int] = SMALL_BUCKETS) -> Iterator[None]:
         layout.FIRST_BUCKET_BYTES, layout.BUCKET_BYTES = DEFAULT_BUCKETS
 
 
-def living_tensors() -> int:
+def count_live_tensors() -> int:
     gc.collect()
     return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
 
 
-def dropping(shape: tuple[int, ...], classes: int) -> nn.Module:
-    """Build a classifier with BatchNorm and dropout, for ``--model tests.models_for_tests:dropping``."""
+def dropout_net(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """Build a classifier with BatchNorm and dropout, for ``--model tests.models_for_tests:dropout_net``."""
     inputs = torch.Size(shape).numel()
     return nn.Sequential(
         nn.Flatten(), nn.Linear(inputs, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.3), nn.Linear(32, classes)

@@ -21,25 +21,25 @@ class ObjectCalls(Movement):
     """The calls that send objects."""
 
     def broadcast_object(self, obj: Any = None, root: int = 0, name: str | None = None) -> Any:
-        """Copy rank ``root``'s ``obj`` (plain Python values and tensors, never code) to every rank. Blocks.
+        """Copy rank ``root``'s ``obj`` (values of the classes that ``objects.py`` lists, never code) to every rank. Blocks.
 
         Return the copy, whose tensors are on the CPU; on the root, return ``obj`` itself.
 
         Raises:
             ValueError: ``root`` is not a rank of this backend.
-            TypeError: ``root`` is not an integer; or, on the root, ``obj`` holds something other than plain values and
-                tensors. (In the second case, the other ranks raise BackendError.)
+            TypeError: ``root`` is not an integer; or, on the root, ``obj`` holds an object of a class that is not in
+                that list. (In the second case, the other ranks raise BackendError.)
             BackendError: as :meth:`allreduce`.
         """
         return self._now("broadcast_object", name, partial(self._broadcast_object, obj, root, name))
 
     def allgather_object(self, obj: Any, name: str | None = None) -> list[Any]:
-        """Gather every rank's ``obj`` (plain values and tensors, never code) in rank order, on every rank. Blocks.
+        """Gather every rank's ``obj`` (as in :meth:`broadcast_object`) in rank order, on every rank. Blocks.
 
         Return copies of all objects, this rank's own included; their tensors are on the CPU.
 
         Raises:
-            TypeError: on a rank whose ``obj`` holds something other than plain values and tensors; the other ranks raise
+            TypeError: on a rank whose ``obj`` holds an object of a class that cannot be sent; the other ranks raise
                 BackendError.
             BackendError: as :meth:`allreduce`.
         """

@@ -34,7 +34,7 @@ def run(
         RankFailedError: the function raised on a rank, its result cannot be pickled or unpickled, or the process of a rank
             ended before the function returned or with a status other than 0. The other ranks are ended. The function's
             exception is the ``__cause__``, if it is an ``Exception`` that can be pickled and unpickled.
-        UserError: ``function`` cannot be called, ``nproc`` is not a whole number from 1 or is too large for this host, the
+        UserError: ``function`` cannot be called, ``nproc`` is not a whole number above 0 or is too large for this host, the
             function or its arguments cannot be pickled, the processes cannot be started or do not start in time, this
             process is itself one of several ranks, or DUALTRAIN_BACKEND is ``horovod``.
     """
@@ -52,7 +52,7 @@ def run_with(
     """Do the same as :func:`run`, but add ``variables`` to the ranks' environment, and use the Python ``executable``."""
     _check(function, nproc)
     payload = pickled_call(function, args, kwargs)
-    # Otherwise a socket may get the file descriptor of a closed stream, and receive what a rank prints.
+    # Otherwise a socket may get the file descriptor of a standard stream that is closed, and receive what a rank prints.
     open_closed_streams()
     with store_for_children(nproc) as (rendezvous, secret):
         env, job = rank_environment(nproc) | dict(variables), new_job()

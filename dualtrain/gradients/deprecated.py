@@ -10,9 +10,9 @@ def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
     warnings.warn(f"{old} is deprecated: use {new}", DeprecationWarning, stacklevel=stacklevel)
 
 
-def renamed_option(old: str, value: int | None, new: str, default: int) -> int:
-    """Return ``value`` and warn if ``old`` was given; otherwise return ``default``, the value of ``new``."""
+def renamed_option(old: str, value: int | None, new: str, new_value: int) -> int:
+    """Return ``value`` and warn if ``old`` was given; otherwise return ``new_value``, which was given as ``new``."""
     if value is None:
-        return default
+        return new_value
     warn_renamed(old, new, stacklevel=4)
     return value

@@ -118,11 +118,11 @@ class GradientReducer:
         self.has_local = False
         self._paused = False
         self._seen = 0  # backward passes since the last reduction
-        self._dropped = False  # True if ``zero_grad`` was called after one of the step's ``passes``, but not the last one
+        self._dropped = False  # True if ``zero_grad`` was called between two of the step's ``passes``
         #: The callback for the end of the running pass. The reference is dead if the pass failed.
         self._ending: weakref.ref[Callable[[], None]] | None = None
         self._step_check = StepCheck(self.slots)
-        self._refused_pass = False  # whether a pass, which may have changed gradients, was refused since the last reduction
+        self._refused_pass = False  # whether a pass was refused since the last reduction; it may have changed gradients
         #: The number of the round (one exchange) in which a failed backward pass had sent gradients before ``zero_grad``
         #: dropped them; else ``None``.
         self._dropped_round: int | None = None
@@ -226,7 +226,7 @@ class GradientReducer:
         return self._exchange.refusals.steps
 
     def count_step(self) -> None:
-        """Count an optimizer step. The ranks compare their numbers of steps in each exchange."""
+        """Count an optimizer step. In each exchange, the ranks compare whether their numbers are odd: see ``Refusals``."""
         self._exchange.refusals.steps += 1
 
     @property
@@ -296,8 +296,8 @@ class GradientReducer:
             bucket.sum.begin()
 
     def _use_layout(self) -> None:
-        """Make buckets at first, and after a parameter was added. Collective in these cases; blocks."""
-        self.backend.check_process()  # before zeros are copied to a bucket; ``_begin_pass`` is called before gradients are
+        """Make the buckets before the first exchange, and after a parameter was added. Then collective, and blocks."""
+        self.backend.check_process()  # before zeros are copied to a bucket; ``_begin_pass`` checks it for gradients
         self._add_unfrozen()
         if not self._exchange.laid_out:
             self._exchange.leave_layout(cpu_waits=self._scalars is not None)
@@ -350,13 +350,17 @@ class GradientReducer:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Call :meth:`reduce` in this context for a step of the optimizer, which uses the averages as they are then.
+        """Call :meth:`reduce` in this context if a step of the optimizer follows at once.
 
-        If ``zero_grad`` dropped gradients of a round in progress, every rank refuses the reduction.
+        If ``reduce`` averages the gradients only here, the step uses the averages unchanged, and the exchange reports it to
+        the other ranks. If ``zero_grad`` dropped gradients of a round in progress, every rank refuses the reduction.
 
         Raises:
-            BackendError: at the end, on this rank: see :meth:`refuse_dropped`; or backward or ``synchronize`` had averaged
-                the gradients, the program has changed them, and another rank averages only in its step.
+            BackendError: at the end of the context, on this rank, for one of these reasons:
+
+                - ``zero_grad`` was called after all gradients of a failed pass were sent (:meth:`refuse_dropped`).
+                - The gradients were averaged before, the program has changed them since, and another rank averages only in
+                  its step.
         """
         schedule, refusals = self._exchange.schedule, self._exchange.refusals
         refusals.sent_dropped = schedule.round == self._dropped_round and schedule.has_unsent
@@ -399,7 +403,7 @@ class GradientReducer:
         return self._ending is not None and self._ending() is not None
 
     def parameter_replaced(self, attribute: ModuleAttribute, name: str) -> None:
-        """Record that ``name`` was replaced. Exchanges then check that what ``attribute`` holds now is averaged."""
+        """Record that parameter ``name``, or a module that has it, was replaced: see ``Refusals.record_replacement``."""
         self._exchange.refusals.record_replacement(attribute, name)
 
     def gradient_ready(self, slot: Slot) -> None:

@@ -58,7 +58,7 @@ class Slot:
     exposed: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     #: ``None`` before the layout, and for a sparse gradient that is gathered.
     bucket: SlotBucket | None = None
-    #: The tensor that becomes ``param.grad``: an alias of ``exposed``, which must not change if the user assigns to
+    #: The tensor that becomes ``param.grad``: an alias, so that ``exposed`` does not change if the user assigns to
     #: ``param.grad.data``.
     alias: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     #: Address (``data_ptr()``), strides, shape and dtype of ``view``: a gradient that has the same ones lies in the bucket.

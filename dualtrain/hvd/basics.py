@@ -51,8 +51,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         ValueError: the world cannot be joined, a variable has an invalid value, ``process_sets`` is a text other than
             "dynamic", or a process set is not valid or appears twice. After an error in a process set, this process is
             still in the world. If a set appears twice, the other sets can be used.
-        BackendError: another rank failed, or did not continue in time, after it had joined the world; or the ranks'
-            process sets differ (HorovodInternalError).
+        BackendError: another rank failed, or did not continue in time, after it had joined the world.
+        HorovodInternalError: the ranks' process sets differ.
     """
     global _current, _generations
     if isinstance(process_sets, str):

@@ -113,7 +113,7 @@ def record_in(path: str) -> dict[str, Any]:
     header = _header(path)
     if RECORD in header:
         return or_nothing(lambda: parse_json(header[RECORD]))
-    return or_nothing(lambda: {"step": int(header.get("step", ""))})  # the only entry that versions up to 0.2.0 wrote
+    return or_nothing(lambda: {"step": int(header.get("step", ""))})  # the only entry that versions before 0.3.0 wrote
 
 
 def _header(path: str) -> dict[str, str]:

@@ -221,7 +221,7 @@ def _record(path: Path) -> dict[str, Any]:
 def has_weights(path: Path, step: int, sha256: str | None = None) -> bool:
     """Return whether a file holds the weights of ``step``, undamaged. Reads the whole file.
 
-    ``sha256`` is the hash of these weights, if the caller knows it. Files of versions up to 0.2.0 have no hash.
+    ``sha256`` is the hash of these weights, if the caller knows it. Files of versions before 0.3.0 have no hash.
 
     Raises MemoryError or RuntimeError if memory is too small.
     """
@@ -256,7 +256,7 @@ class MetricsFile:
             link_whole(path, aside)
             found = "1 line that is not a metric" if unreadable == 1 else f"{unreadable} lines that are not metrics"
             report(f"{path} has {found}, left out of the new file; the old file is kept as {aside.name}")
-        # The last step to keep, by kind of line; other kinds: ``step``.
+        # The last step to keep, by kind of line. Lines of other kinds are kept up to ``step``.
         last = {"epoch": step if evaluated_step is None else evaluated_step}
         kept = [line for line in lines if line["step"] <= last.get(str(line.get("kind")), step)]
         content = "".join(json.dumps(without_nan(line)) + "\n" for line in kept).encode()

@@ -77,7 +77,7 @@ class Cursor:
             raise ValueError(f"its position has {', '.join(map(str, plain))}, not {', '.join(names)}")
         default = cls()
         for name, value in plain.items():
-            if not _has_kind_of(value, getattr(default, names[name])):
+            if not _has_same_kind(value, getattr(default, names[name])):
                 raise ValueError(f"its position has {name} = {value!r}")
         for name in ("step", "epoch") if plain["best"] else ():
             if type(plain["best"].get(name)) is not int:
@@ -93,7 +93,7 @@ class Cursor:
 _STORED = {"evaluated_step": "judged"}
 
 
-def _has_kind_of(value: Any, default: Any) -> bool:
+def _has_same_kind(value: Any, default: Any) -> bool:
     """Return whether ``value`` is of the same kind as ``default``.
 
     Counts and seconds must not be negative; other numbers may be. Sums are finite, since a loss that is not finite ends

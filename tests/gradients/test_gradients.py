@@ -17,10 +17,10 @@ from tests.forked import wait_until
 from tests.models_for_tests import (
     EXACT,
     conv_net,
+    count_live_tensors,
     gradients,
     image_loss,
     images,
-    living_tensors,
     mean_gradients,
     of_every_rank,
     perceptron,
@@ -1210,9 +1210,9 @@ def nothing_grows(backend):
             image_loss(model, step).backward()
             optimizer.step()
             if step == 4:
-                before = living_tensors()
+                before = count_live_tensors()
     # Horovod's thread may hold a tensor a little longer on a busy machine.
-    assert wait_until(lambda: living_tensors() <= before, 20)
+    assert wait_until(lambda: count_live_tensors() <= before, 20)
     optimizer.reducer.close()
     model.zero_grad()
     assert all(not p._post_accumulate_grad_hooks for p in model.parameters())

@@ -12,7 +12,7 @@ from dualtrain.config import parse
 from dualtrain.config.values import option_value
 from dualtrain.errors import UserError
 from dualtrain.training.optimizers import make_optimizer, optimizer_names
-from tests.models_for_tests import dropping
+from tests.models_for_tests import dropout_net
 
 SAME = [
     *("true", "True", "TRUE", "false", "False", "FALSE", "yes", "Yes", "YES", "no", "No", "NO", "on", "On", "off", "OFF"),
@@ -89,7 +89,7 @@ def test_the_default_of_every_optimizer_option_can_be_written_as_text():
 @pytest.mark.parametrize("options", ["nesterov=flase", "nesterov=[", "dampening=much", "momentum='0.5'"])
 def test_text_in_place_of_a_number_or_a_bool_is_refused(options):
     with pytest.raises(UserError, match="is not a valid value; give a number, true or false") as refusal:
-        make_optimizer(parse(["--optimizer-options", options]).step, dropping((1, 8, 8), 10), 0.1)
+        make_optimizer(parse(["--optimizer-options", options]).step, dropout_net((1, 8, 8), 10), 0.1)
     assert "\n" not in str(refusal.value)
 
 
@@ -102,7 +102,7 @@ def test_text_in_place_of_a_tuple_is_refused():
 
 def test_optimizer_options_are_read_as_tuples_bools_and_none():
     options = ["--optimizer", "adamw", "--optimizer-options", "betas=0.5:0.75,amsgrad=yes,foreach=no,fused=None"]
-    (group,) = make_optimizer(parse(options).step, dropping((1, 8, 8), 10), 0.1).param_groups
+    (group,) = make_optimizer(parse(options).step, dropout_net((1, 8, 8), 10), 0.1).param_groups
     assert (group["betas"], group["amsgrad"], group["foreach"], group["fused"]) == ((0.5, 0.75), True, False, None)
 
 

@@ -1,4 +1,4 @@
-"""Unusual models, data, schedules and batches of users: each must work, or be refused with a clear error."""
+"""Unusual models, data, schedules and batches: each must work, or be refused with a clear error."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ CASES: dict[str, tuple[str, ...]] = {
         *("--recipe", "imagenet-resnet50", "--model", "shufflenet_v2_x0_5", "--data-dir", "{tree}", "--image-size", "32"),
         *("--global-batch-size", "4", "--warmup-steps", "2"),
     ),
-    "dropout": ("--model", "tests.models_for_tests:dropping", "--global-batch-size", "200"),
+    "dropout": ("--model", "tests.models_for_tests:dropout_net", "--global-batch-size", "200"),
 }
 
 

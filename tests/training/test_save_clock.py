@@ -60,7 +60,7 @@ def saved_steps(backend, folder: str, due: list[bool], flags: list[str]) -> dict
     return {"saved": saved, "weights": summary["weights_sha256"], "costs": summary["checkpoints"]}
 
 
-@pytest.mark.parametrize("flags", [["--model", "tests.models_for_tests:dropping"], ["--virtual-ranks", "2"]])
+@pytest.mark.parametrize("flags", [["--model", "tests.models_for_tests:dropout_net"], ["--virtual-ranks", "2"]])
 def test_all_ranks_save_by_time_at_the_same_steps_without_changing_the_weights(processes, tmp_path, flags):
     # On torch, ``processes`` has three ranks. With two virtual ranks, one of the ranks computes nothing, and a separate
     # all-reduce sums the control flags.

@@ -25,7 +25,7 @@ COMMON = ("--log-every", "1", "--checkpoint-every", "1000", "--workers", "0")
 RUNS = {
     # The last batch of an epoch has 1 sample, so three of its four shards are empty.
     "digits": (
-        *("--model", "tests.training.virtual:dropping", "--batch-size", "359", "--accumulate", "2", "--epochs", "3"),
+        *("--model", "tests.training.virtual:dropout_net", "--batch-size", "359", "--accumulate", "2", "--epochs", "3"),
         *("--virtual-ranks", "4", "--ema", "0.9", "--momentum", "0.9", "--lr", "0.02", "--lr-scale", "linear"),
     ),
     # Each of the two shards of the evaluation data takes several batches.

@@ -73,8 +73,8 @@ def text(shape: tuple[int, ...], classes: int) -> nn.Module:
     return Transformer(shape[0], classes)
 
 
-def dropping(shape: tuple[int, ...], classes: int) -> nn.Module:
-    """Build a classifier with dropout and BatchNorm, for ``--model tests.training.virtual:dropping``."""
+def dropout_net(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """Build a classifier with dropout and BatchNorm, for ``--model tests.training.virtual:dropout_net``."""
     return Statistics(torch.Size(shape).numel(), classes, 0.3)
 
 

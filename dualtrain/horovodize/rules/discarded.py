@@ -111,7 +111,7 @@ def _edits_to_use_result(source: Source, call: ast.Call, name: str) -> list[Edit
     if isinstance(value, ast.Name) and value.id in source.parameters(call):
         return []  # the caller of the function may still need the tensor's old value
     if _is_used_by_backward(source, call, value):
-        return []  # backward may need the loss of this rank, as after sqrt()
+        return []  # backward may need this value, as that of sqrt(), so it must not change in place
     if name in ("allreduce", "broadcast"):
         end = layout.end(call.func)
         return [Edit(end, end, "_")]

@@ -46,7 +46,7 @@ def loop_by_value_of_some_ranks(source: Source) -> Iterator[Finding]:
             if not collective or guards.looks_like_one_rank(loop):
                 continue
             if not any(
-                is_own(source, name) for is_own in (_is_set_on_some_ranks, _is_result_of_some_ranks, _is_changed_by_calls)
+                differs(source, name) for differs in (_is_set_on_some_ranks, _is_result_of_some_ranks, _is_changed_by_calls)
             ):
                 continue
             message = (
@@ -75,9 +75,10 @@ def _is_set_on_some_ranks(source: Source, name: ast.Name | ast.Attribute) -> boo
 
     These conditions must hold, too:
 
-    - All other assignments assign constants. Those that may run on all ranks come before that statement. A variable has at
-      least one of them, and is not a parameter; an attribute may get its first value from argparse instead.
-    - All assignments are in the function that contains ``name`` or, for an attribute, in its class or outside of classes.
+    - All other assignments assign constants. Assignments that may run on all ranks come before that statement. A variable
+      has such an assignment, and is not a parameter. An attribute may have none, since argparse may set it.
+    - All assignments are in the function that contains ``name`` or, for an attribute, in the class that contains ``name``
+      (if no class does: outside of classes).
     - Only calls in ``_READERS`` get the value, because a different call may send it.
     - For an attribute, which can be sent with its object, the program does not send any values.
     """
@@ -107,7 +108,7 @@ def _is_set_on_some_ranks(source: Source, name: ast.Name | ast.Attribute) -> boo
 
 
 def _is_result_of_some_ranks(source: Source, name: ast.Name | ast.Attribute) -> bool:
-    """Return whether ``name`` holds the result of a function that returns a constant on all ranks except some.
+    """Return whether ``name`` holds the result of a function that returns a constant, except on some ranks.
 
     Instead, the function may return a variable that only some ranks set (:func:`_is_set_on_some_ranks`). The program must
     not send any values.
