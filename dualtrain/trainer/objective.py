@@ -6,7 +6,7 @@ Sums of any batches on any ranks can be added; means cannot.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from operator import eq
 from typing import Any, Protocol
@@ -140,10 +140,31 @@ class CrossEntropy:
 
 
 def samples_of(targets: Any) -> int:
-    """Return ``len(targets)``. For a dict, whose length is its number of keys, use its first tensor that has an axis."""
-    if isinstance(targets, torch.Tensor) or not isinstance(targets, Mapping):
-        return len(targets)
-    return len(next((value for value in targets.values() if isinstance(value, torch.Tensor) and value.dim()), targets))
+    """Return ``len(targets)``. For a dict, whose length is its number of keys, use its first tensor that has an axis.
+
+    Dicts in the dict are searched too. A dict without such a tensor has the length of its first list or tuple.
+
+    Raises:
+        TypeError: ``targets`` has no length.
+    """
+    sized = targets
+    if isinstance(targets, Mapping):
+        values = list(_values(targets))
+        tensors = [value for value in values if isinstance(value, torch.Tensor) and value.dim()]
+        sized = [*tensors, *(value for value in values if isinstance(value, list | tuple)), targets][0]
+    try:
+        return len(sized)
+    except TypeError:
+        raise TypeError(
+            f"the targets are of type {type(targets).__name__} and have no length, so their samples cannot be counted: "
+            f"return the pair of the mean loss and the {len(NAMES)} sums {NAMES}"
+        ) from None
+
+
+def _values(targets: Mapping[Any, Any]) -> Iterator[Any]:
+    """Iterate over the values of a dict, and of dicts in it."""
+    for value in targets.values():
+        yield from _values(value) if isinstance(value, Mapping) else (value,)
 
 
 class Adapted:

@@ -69,7 +69,7 @@ class Trainer:
         loss: cross entropy by default, or one of these:
 
             - a function ``loss(outputs, targets)``, which returns the mean over ``len(targets)`` samples (if ``targets``
-              is a dict, the length of its first tensor counts)
+              is a dict, the length of its first tensor counts or, if it has none, of its first list)
             - a loss of torch, which returns the mean over its targets, of which a sample may have any number
             - an ``Objective``, which returns a pair: the mean loss, and four sums as numbers or detached tensors. The sums
               are the loss, its weight (the number of samples), the correct predictions, and the targets among the five

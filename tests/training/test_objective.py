@@ -399,15 +399,29 @@ def test_a_batch_in_which_an_objective_counts_nothing_has_no_effect(form):
         torch.testing.assert_close(found, whole)
 
 
-def test_samples_of_a_dict_of_targets_are_counted_in_its_tensors():
+@pytest.mark.parametrize(
+    "dict_of",
+    [
+        lambda y: {"scale": 2.0, "class": y, "other": y},
+        lambda y: {"class": {"scale": torch.tensor(2.0), "class": y}, "name": "a"},
+        lambda y: {"name": "a", "class": list(y)},
+    ],
+    ids=["tensors", "nested", "lists"],
+)
+def test_samples_of_a_dict_of_targets_are_counted_in_its_tensors_or_lists(dict_of):
+    def loss(outputs, targets):
+        found = targets["class"]
+        found = found["class"] if isinstance(found, dict) else found
+        return functional.cross_entropy(outputs, torch.stack(list(found)))
+
     def body(backend, parts):
         model = nn.Linear(7, 6)
         nn.init.eye_(model.weight)
         nn.init.zeros_(model.bias)
         optimizer = torch.optim.SGD(model.parameters(), 0.5)
-        trainer = Trainer(model, optimizer, lambda y, t: functional.cross_entropy(y, t["class"]), backend=backend)
+        trainer = Trainer(model, optimizer, loss, backend=backend)
         mine = parts[backend.rank :: backend.size]
-        found = trainer.step([(x, {"scale": 2.0, "class": y, "other": y}) for x, y in mine], 24.0)
+        found = trainer.step([(x, dict_of(y)) for x, y in mine], 24.0)
         trainer.close()
         return found.loss, model.weight.detach()
 
@@ -416,6 +430,12 @@ def test_samples_of_a_dict_of_targets_are_counted_in_its_tensors():
         whole = body(backend, [(inputs, targets)])
     for found in run_threads(2, body, [(inputs[:5], targets[:5]), (inputs[5:], targets[5:])]):
         torch.testing.assert_close(found, whole)
+
+
+@pytest.mark.parametrize("targets", [None, 3, torch.tensor(3)])
+def test_targets_without_a_length_are_refused(targets):
+    with pytest.raises(TypeError, match=r"have no length, .* cannot be counted: return the pair of the mean loss and"):
+        as_objective(lambda outputs, _: outputs.mean())(torch.ones(2), targets)
 
 
 @pytest.mark.parametrize("names", [("measure",), ("loss", "forward")])
