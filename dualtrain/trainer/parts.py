@@ -25,11 +25,14 @@ Evaluation = Tensors | Iterable[Sequence[torch.Tensor]] | None
 
 
 def passes_of(batches: ShardBatches | Evaluation) -> Iterable[Tensors]:
-    """Return the batches of one part, one for each pass. The argument may also be one batch: a tuple or a list."""
+    """Return the batches of one part, one for each pass. The argument may also be one batch: a tuple or a list.
+
+    A tensor is not a batch, so a pair that contains a tensor is one. Its other element may be a dict or a tuple of tensors.
+    """
     if batches is None:
         return ()
-    if isinstance(batches, tuple | list) and len(batches) == 2 and isinstance(batches[0], torch.Tensor):
-        return ((batches[0], batches[1]),)  # a loader's batch is a list
+    if isinstance(batches, tuple | list) and len(batches) == 2 and any(isinstance(part, torch.Tensor) for part in batches):
+        return (cast("Tensors", tuple(batches)),)  # a loader's batch is a list
     return cast("Iterable[Tensors]", batches)
 
 

@@ -76,6 +76,20 @@ def test_trainer_step_accepts_a_single_batch_instead_of_a_list():
             trainer.fit([{"inputs": inputs, "targets": targets}])
 
 
+@pytest.mark.parametrize("key", [0, "x"], ids=["tuple", "dict"])
+@pytest.mark.parametrize("shards", [None, 1])
+def test_trainer_step_accepts_a_single_batch_whose_inputs_are_not_a_tensor(key, shards):
+    x, targets = batch()
+    one = ((x, x) if key == 0 else {key: x}, targets)
+    with connect("local") as backend:
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        trainer = Trainer(
+            model, optimizer, backend=backend, forward=lambda inputs: model(inputs[key]), virtual_ranks=shards
+        )
+        assert trainer.step(one if shards is None else [one], len(targets)).totals[1] == len(targets)
+
+
 class Mine(nn.BatchNorm1d):
     """A user's subclass of a BatchNorm layer."""
 
