@@ -177,13 +177,12 @@ class CommonBuffers:
         The other numbers of a shard without passes are zeros.
 
         Raises:
-            UserError: a buffer that must stay constant has changed, an averaged buffer has another number of elements, a
-                counter has changed by more than is allowed, or a buffer has become ``None``.
+            UserError: a buffer that must stay constant has changed, a buffer has another number of elements, a counter has
+                changed by more than is allowed, or a buffer has become ``None``.
         """
         now = self._read()
         vector = self._flat(now)
-        # Averaged buffers come first in ``_initial``.
-        triples = zip(self._averaged, now, self._initial, strict=False)
+        triples = zip(self._all, now, self._initial, strict=True)
         name = next((place.name for place, buffer, initial in triples if buffer.numel() != initial.numel()), None)
         if name is not None:
             raise UserError(f"buffer {name!r} changes its shape in forward: virtual ranks cannot average it")

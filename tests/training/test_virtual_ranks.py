@@ -235,9 +235,11 @@ def refused_buffer(backend, name, message):
             model.wave += 1
         elif name == "cache":
             model.cache = torch.zeros(len(x) + 9)
+        elif name == "queue":
+            model.queue = torch.cat([model.queue, x])
 
     tensors = {"table": torch.arange(3), "samples": torch.tensor(0), "largest": torch.tensor(0)}
-    tensors |= {"wave": torch.zeros(1, dtype=torch.complex64), "cache": torch.zeros(2)}
+    tensors |= {"wave": torch.zeros(1, dtype=torch.complex64), "cache": torch.zeros(2), "queue": torch.zeros(0, 4)}
     model = Buffers(change, **{name: tensors[name]})
     trainer = trainer_with(model, backend)
     inputs, targets = vector_batch(10)  # shards of 4, 3 and 3
@@ -255,6 +257,7 @@ def refused_buffer(backend, name, message):
         ("samples", "buffer 'samples' is changed by unequal amounts in the forward passes of the shards"),
         ("largest", "buffer 'largest' is changed by unequal amounts"),
         ("cache", "buffer 'cache' changes its shape in forward"),
+        ("queue", "buffer 'queue' changes its shape in forward"),
     ],
 )
 def test_buffers_that_cannot_be_combined_over_shards_are_refused_by_name(name, message):
