@@ -51,9 +51,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     gradient, ``step()`` raises BackendError: most likely, each rank has assigned its own.
     If a rank runs no backward in a step, it gets the averages only in ``step()``. If another rank has clipped, unscaled or
     otherwise changed its averages by then, ``step()`` raises BackendError on that rank: call :meth:`synchronize` on every
-    rank before you change gradients. In two cases, there is no error, and the ranks' weights differ: the gradients are on a
-    GPU and there is no ``extra``; or GradScaler's ``step`` averages the gradients, after every rank has called
-    ``unscale_``.
+    rank before you change gradients. In these cases, there is no error, and the ranks' weights differ:
+
+    - The gradients are on a GPU, and there is no ``extra``.
+    - Several wrapped optimizers have the changed parameters.
+    - GradScaler's ``step`` averages the gradients, after every rank has called ``unscale_``.
 
     Parameters may be frozen and unfrozen on all ranks. Unfreeze them before :meth:`zero_grad`. Otherwise, a backward that
     reaches only newly unfrozen parameters does not average their gradients; ``step()`` averages them.
