@@ -136,6 +136,7 @@ class Calls(Primitives):
         before = self.in_second_thread, self.compared
         self.in_second_thread, self.compared = second_thread, False
         try:
+            self._of_thread.in_call = True
             return call()
         except BackendError:
             raise
@@ -144,12 +145,19 @@ class Calls(Primitives):
                 raise
             refuse(self, Call(kind, name if isinstance(name, str) else None), problem)
         finally:
+            self._of_thread.in_call = False
             self.in_second_thread, self.compared = before
 
     def _check_open(self) -> None:
         if not self._open:
             raise BackendError(CLOSED)
         self.check_process()
+        if getattr(self._of_thread, "in_call", False):  # the new call would get the data of the interrupted one
+            raise BackendError(
+                "a signal handler or finalizer calls this backend during another call of its thread on rank "
+                f"{self.job_rank}: let the handler set a variable, and make the call in the training loop; or make a "
+                "channel() for the handler"
+            )
 
     def _checked_root(self, root: int) -> int:
         root = index(root)  # convert any integer type to int: the ranks compare the text of the call

@@ -50,9 +50,10 @@ class Backend(Reductions, ObjectCalls):
 
     Make all calls in one thread, since calls of several threads would have no common order on all ranks. Give each further
     thread its own backend, which :meth:`channel` returns. A call raises BackendError if a blocking call of a different
-    thread is running. If some ranks make a call in the thread that made this backend, and others make it in a different
-    thread, the call raises BackendError on every rank. Backward passes may run at the same time as calls. If the world has
-    several ranks, calls raise BackendError in a process that was forked from a rank, such as a data worker.
+    thread is running, or if a signal handler or finalizer makes it during a call of the same thread. If some ranks make a
+    call in the thread that made this backend, and others make it in a different thread, the call raises BackendError on
+    every rank. Backward passes may run at the same time as calls. If the world has several ranks, calls raise BackendError
+    in a process that was forked from a rank, such as a data worker.
 
     Attributes:
         device: where this rank's tensors are, as chosen by ``connect``.

@@ -315,7 +315,8 @@ class HorovodBackend(Backend):
         if self._launched or self.library.mpi_enabled():
             return self.library.add_process_set(ranks)
         where = listening_address(self.world), self.rank == 0
-        with http_store(*where, share=self.broadcast_object, wait_for_all=self.barrier):
+        share = partial(self._broadcast_object, root=0, name=None)  # not the public methods: this is a part of a call
+        with http_store(*where, share=share, wait_for_all=partial(self._barrier, None)):
             return self.library.add_process_set(ranks)
 
     def disconnect(self) -> None:

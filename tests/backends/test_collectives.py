@@ -924,6 +924,33 @@ def test_a_call_during_a_call_of_another_thread_is_an_error(many):
     many(calls_of_two_threads)
 
 
+class RootWithCalls:
+    """A root that makes calls when it is read, as a signal handler or finalizer does that runs during the broadcast."""
+
+    def __init__(self, backend):
+        self.backend, self.channel, self.messages = backend, backend.channel(), []
+
+    def __index__(self):
+        self.channel.barrier()
+        with pytest.raises(BackendError) as caught:
+            self.backend.barrier()
+        self.messages.append(str(caught.value))
+        return 0
+
+
+def calls_during_a_call(backend):
+    root = RootWithCalls(backend)
+    tensor = torch.tensor(float(backend.rank + 1))
+    assert backend.broadcast(tensor, root) == backend.broadcast_async(tensor, root).wait() == 1
+    fact = f"a signal handler or finalizer calls this backend during another call of its thread on rank {backend.rank}: "
+    assert [message.startswith(fact) for message in root.messages] == [True, True]
+    backend.barrier()
+
+
+def test_a_call_during_a_call_of_the_same_thread_is_an_error_unless_it_uses_a_channel(many):
+    many(calls_during_a_call)
+
+
 def call_of_a_thread_on_rank_0(backend):
     if backend.rank == 0:
         thread, found = in_thread(partial(backend.allreduce, torch.ones(2)))
