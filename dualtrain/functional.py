@@ -6,8 +6,9 @@ averages, and the gradient of ``reducescatter`` is multiplied by the number of r
 The backward pass is collective too: every rank must run it. All functions block. They return new tensors, and raise the
 same errors as the backend's methods. In a step or an evaluation with virtual ranks (``trainer/virtual_ranks.py``), they
 raise UserError if the number of ranks differs from the number of virtual ranks, because their results depend on the number
-of ranks. If the input of any rank requires a gradient, the result requires one on every rank where gradients are enabled,
-so that all ranks can run the backward pass.
+of ranks. They also raise UserError if the input has a tangent of forward-mode differentiation. If the input of any rank
+requires a gradient, the result requires one on every rank where gradients are enabled, so that all ranks can run the
+backward pass.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd import forward_ad
 
 from dualtrain.backends import Backend, ReduceOp
 from dualtrain.backends.compilation import not_compiled
@@ -129,9 +131,15 @@ def without_collectives(reason: str) -> Iterator[None]:
         _thread.refusal = before
 
 
-def _check_allowed() -> None:
+def _check_allowed(tensor: torch.Tensor) -> None:
+    """Raise UserError if collectives are not allowed now, or if ``tensor`` has a tangent."""
     if _thread.refusal is not None:
         raise UserError(_thread.refusal)
+    if isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+        raise UserError(  # without this check, the result would have this rank's tangent, not that of all ranks
+            "the tensor has a tangent (torch.autograd.forward_ad), and collectives have no forward-mode derivative: get "
+            "the derivative with backward(), or call the collective for the tangent too, since all of them are linear"
+        )
 
 
 def _linear(kind: str, op: ReduceOp | str, backend: Backend) -> ReduceOp:
@@ -149,9 +157,9 @@ def _checked(kind: str, tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
     """Return ``tensor`` if its elements can be sent. Otherwise refuse the call on every rank: see :func:`_linear`.
 
     Raises:
-        UserError: collectives are not allowed now: see :func:`without_collectives`.
+        UserError: collectives are not allowed now, or ``tensor`` has a tangent: see :func:`_check_allowed`.
     """
-    _check_allowed()
+    _check_allowed(tensor)
     try:
         return checked_dense(tensor)
     except (TypeError, ValueError) as problem:  # the other ranks wait for this rank's call
@@ -160,7 +168,7 @@ def _checked(kind: str, tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
 
 def _forward(tensor: torch.Tensor, backend: Backend, call: Callable[[], T]) -> tuple[T, bool]:
     """Return the result of ``call``, and whether the ``tensor`` of any rank with enabled gradients requires one."""
-    _check_allowed()
+    _check_allowed(tensor)
     return backend.with_flag(call, getattr(tensor, "requires_grad", False) and torch.is_grad_enabled())
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import dualtrain
 from dualtrain import functional
 from dualtrain.batchnorm import SyncBatchNorm, synchronize_norms
+from dualtrain.errors import UserError
 from dualtrain.gradients import GradientReducer, Transfer
 
 
@@ -137,6 +139,15 @@ def inputs_of_some_ranks(backend):
 
 def test_all_ranks_run_the_backward_pass_if_one_rank_needs_a_gradient(spmd):
     spmd(inputs_of_some_ranks)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script. is deprecated")  # by torch itself, in the import of make_dual
+@pytest.mark.parametrize("name", functional.__all__)
+def test_a_tensor_with_a_tangent_is_refused(name):
+    with dualtrain.connect("local") as backend, forward_ad.dual_level():
+        tensor = forward_ad.make_dual(torch.ones(2), torch.ones(2))
+        with pytest.raises(UserError, match="collectives have no forward-mode derivative"):
+            getattr(functional, name)(tensor, backend)
 
 
 def norms_without_samples(backend):
