@@ -204,6 +204,7 @@ class Backend(Reductions, ObjectCalls):
     def close(self) -> None:
         """Wait for outstanding calls, then leave the world. May be called again. Other ranks need not call it.
 
+        With Horovod, this shuts Horovod down on all ranks. If some ranks still use a group, call ``barrier`` before.
         In a process that was forked from the rank, this only makes later calls in that process fail.
         """
         if not self._open:
