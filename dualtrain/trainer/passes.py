@@ -46,14 +46,16 @@ class Passes:
         optimizer: averages the gradients over ``parts`` parts of a step.
         precision: autocast for forward, and the scale of the loss.
         parts: how many parts a step has, over all ranks.
+        sharded: whether the parts are shards of virtual ranks.
         piggyback: whether the scalars are sent with the gradients, in ``optimizer.extra``.
         count: returns the number of targets of a batch; ``None`` if ``expected`` has the unit of the weight that
             ``measure`` returns.
 
     Attributes:
         targets_per_sample: with ``count``, the mean number of targets per sample in one batch: the first batch of a step on
-            the lowest rank that has batches. Equal on all ranks; ``None`` until a step in which that batch has targets.
-            Sums are divided by it, so that ``expected`` can be a number of samples.
+            the lowest rank where this batch has targets or, with shards, that has batches. Equal on all ranks; ``None``
+            until a step in which that batch has targets. Sums are divided by it, so that ``expected`` can be a number of
+            samples.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class Passes:
         parts: int,
         *,
         piggyback: bool,
+        sharded: bool,
         count: Count | None = None,
     ) -> None:
         self.optimizer = optimizer
@@ -72,7 +75,7 @@ class Passes:
         self._scalars = StepScalars()
         self._diverged = False  # whether this rank has computed, in this step, a loss that is not finite
         self._extra = optimizer.extra.numpy().data
-        self._count = count
+        self._count, self._sharded = count, sharded
         self.targets_per_sample: float | None = None
         self._compared = False  # whether the ranks have compared ``targets_per_sample`` in this step
 
@@ -124,18 +127,20 @@ class Passes:
         While that number is ``None``, the call for a rank's first batch of a step is collective.
         """
         if self.targets_per_sample is None and not self._compared:
-            self._agree(count(targets) / len(targets) if len(targets) else 0.0)
+            mine = count(targets) / len(targets) if len(targets) else 0.0
+            self._agree(mine if mine or self._sharded else -1.0)
         # If that batch has no targets, the sums of this step are not divided, and the ranks agree in the next step.
         unit = self.targets_per_sample or 1.0
         return [each / unit for each in sums]
 
     def _agree(self, mine: float) -> None:
-        """Set :attr:`targets_per_sample` to ``mine`` of the first rank that has a batch. Collective.
+        """Set :attr:`targets_per_sample` to ``mine`` of the first rank where it is not negative. Collective.
 
-        On ranks without batches, ``mine`` is -1. If the result is 0, :attr:`targets_per_sample` stays ``None``.
+        On ranks without batches, ``mine`` is -1; without shards, also if the first batch has no targets. If the result is
+        0, or if all ranks' numbers are -1, :attr:`targets_per_sample` stays ``None``.
 
-        With virtual ranks, the first rank's first batch is the same at any world size, so the result is the same, too. That
-        batch counts even if it has no targets: a rank cannot wait for a later batch, because backward may be collective.
+        With shards, the first rank's first batch is the same at any world size, so the result is the same, too. That batch
+        counts even if it has no targets: a rank cannot wait for a later batch, because backward may be collective.
         """
         row = torch.tensor([mine], dtype=torch.float64, device="cpu")
         counts = self.backend.allgather(row, name="targets per sample").tolist()

@@ -169,7 +169,15 @@ class Trainer:
         run, objective = self._forward, self.objective  # not self, which would be in a reference cycle
         measured = (lambda inputs, targets: objective(run(inputs), targets)) if measure is None else Adapted(measure)
         count = count_of(objective) if measure is None else None
-        self._passes = Passes(measured, self.optimizer, self.precision, self._parts.count, piggyback=piggyback, count=count)
+        self._passes = Passes(
+            measured,
+            self.optimizer,
+            self.precision,
+            self._parts.count,
+            piggyback=piggyback,
+            sharded=virtual_ranks is not None,
+            count=count,
+        )
         self._epochs = 0  # epochs that fit() has completed
         self._steps = 0  # steps since the construction, or since a state was loaded
         self._closed = False

@@ -303,6 +303,20 @@ def test_the_first_batch_of_a_step_may_have_no_samples():
     assert run_threads(2, with_an_empty_batch) == alone * 2
 
 
+def without_samples_on_rank_0(backend):
+    """Train with a loss that is a mean over elements. In the first step, the last rank has all samples."""
+    trainer = trainer_with(seeded(nn.Linear(4, 3)), backend, shards=None, loss=nn.MSELoss())
+    x, y = samples()[0], vectors(8, 12)[:, :3]
+    mine = slice(0 if backend.rank == backend.size - 1 else 12, 12)
+    result = trainer.step([(x[mine], y[mine])], 12.0)
+    trainer.close()
+    return digest(trainer), result.totals
+
+
+def test_without_virtual_ranks_the_first_batch_that_has_samples_counts():
+    assert run_threads(2, without_samples_on_rank_0) == run_threads(1, without_samples_on_rank_0) * 2
+
+
 # -- BatchNorm over all ranks -----------------------------------------------------------------------------------------
 
 
