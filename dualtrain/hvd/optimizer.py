@@ -493,7 +493,7 @@ class _AdasumOptimizer(_Optimizer):
             changes = [(p - start).contiguous() for p, start in zip(params, before, strict=True)]
             # If all parameters are frozen on this rank, it takes part all the same, so that a difference is an error.
             combined = grouped_allreduce(
-                changes or [torch.zeros(1)],
+                changes or [torch.zeros(0, device="cpu")],
                 name=self._name,
                 compression=self._compression,
                 op=Adasum,

@@ -129,7 +129,7 @@ def test_an_adasum_optimizer_steps_with_clipped_gradients(real):
 def frozen_step(backend, everywhere):
     """Freeze all parameters of an Adasum optimizer, on every rank or only on rank 0, and take a step."""
     with library(backend) as hvd:
-        weights = torch.nn.Parameter(torch.zeros(2))
+        weights = torch.nn.Parameter(torch.zeros(1))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weights], lr=1.0), [("weights", weights)], op=hvd.Adasum)
         weights.sum().backward()
         optimizer.step()
