@@ -142,7 +142,8 @@ class CrossEntropy:
 def samples_of(targets: Any) -> int:
     """Return ``len(targets)``. For a dict, whose length is its number of keys, use its first tensor that has an axis.
 
-    Dicts in the dict are searched too. A dict without such a tensor has the length of its first list or tuple.
+    Dicts in the dict are searched after its own values. A dict without such a tensor has the length of its first list or
+    tuple.
 
     Raises:
         TypeError: ``targets`` has no length.
@@ -162,9 +163,11 @@ def samples_of(targets: Any) -> int:
 
 
 def _values(targets: Mapping[Any, Any]) -> Iterator[Any]:
-    """Iterate over the values of a dict, and of dicts in it."""
+    """Iterate over the values of a dict, and then over those of dicts in it."""
+    yield from (value for value in targets.values() if not isinstance(value, Mapping))
     for value in targets.values():
-        yield from _values(value) if isinstance(value, Mapping) else (value,)
+        if isinstance(value, Mapping):
+            yield from _values(value)
 
 
 class Adapted:

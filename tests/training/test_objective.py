@@ -404,9 +404,10 @@ def test_a_batch_in_which_an_objective_counts_nothing_has_no_effect(form):
     [
         lambda y: {"scale": 2.0, "class": y, "other": y},
         lambda y: {"class": {"scale": torch.tensor(2.0), "class": y}, "name": "a"},
+        lambda y: {"size": {"image": torch.ones(3)}, "class": y},
         lambda y: {"name": "a", "class": list(y)},
     ],
-    ids=["tensors", "nested", "lists"],
+    ids=["tensors", "nested", "own before nested", "lists"],
 )
 def test_samples_of_a_dict_of_targets_are_counted_in_its_tensors_or_lists(dict_of):
     def loss(outputs, targets):
