@@ -6,9 +6,9 @@ averages, and the gradient of ``reducescatter`` is multiplied by the number of r
 The backward pass is collective too: every rank must run it. All functions block. They return new tensors, and raise the
 same errors as the backend's methods. In a step or an evaluation with virtual ranks (``trainer/virtual_ranks.py``), they
 raise UserError if the number of ranks differs from the number of virtual ranks, because their results depend on the number
-of ranks. They also raise UserError if the input has a tangent of forward-mode differentiation. If the input of any rank
-requires a gradient, the result requires one on every rank where gradients are enabled, so that all ranks can run the
-backward pass.
+of ranks. They also raise UserError if the input has a tangent of forward-mode differentiation; if only some ranks' inputs
+have one, every rank raises BackendError. If the input of any rank requires a gradient, the result requires one on every
+rank where gradients are enabled, so that all ranks can run the backward pass.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ def allreduce(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = Reduc
         BackendError: as :meth:`dualtrain.Backend.allreduce`. All functions of this module raise it.
     """
     op = _linear("allreduce", op, backend)
-    result, any_requires_grad = _forward(tensor, backend, lambda: backend.allreduce(tensor, op, name="allreduce"))
+    result, any_requires_grad = _forward(
+        "allreduce", tensor, backend, lambda: backend.allreduce(tensor, op, name="allreduce")
+    )
     return _with_backward(tensor, result, any_requires_grad, lambda grad: allreduce(grad, backend, op))
 
 
@@ -51,7 +53,7 @@ def allgather(tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
     shape = _checked("allgather", tensor, backend).shape
     own_rows = torch.tensor([shape[0] if tensor.dim() else 1], device="cpu")
     rows = backend.allgather(own_rows, name="allgather.rows").tolist()
-    result, any_requires_grad = _forward(tensor, backend, lambda: backend.allgather(tensor, name="allgather"))
+    result, any_requires_grad = _forward("allgather", tensor, backend, lambda: backend.allgather(tensor, name="allgather"))
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
         summed = allreduce(grad, backend, ReduceOp.SUM)
@@ -67,7 +69,9 @@ def broadcast(tensor: torch.Tensor, backend: Backend, root: int = 0) -> torch.Te
     Raises:
         ValueError: ``root`` is not a rank.
     """
-    result, any_requires_grad = _forward(tensor, backend, lambda: backend.broadcast(tensor, root, name="broadcast"))
+    result, any_requires_grad = _forward(
+        "broadcast", tensor, backend, lambda: backend.broadcast(tensor, root, name="broadcast")
+    )
 
     def backward(grad: torch.Tensor) -> torch.Tensor:
         summed = allreduce(grad, backend, ReduceOp.SUM)
@@ -87,7 +91,9 @@ def reducescatter(tensor: torch.Tensor, backend: Backend, op: ReduceOp | str = R
         ValueError: ``op`` is neither sum nor average, or ``tensor`` has no dimension.
     """
     op = _linear("reducescatter", op, backend)
-    result, any_requires_grad = _forward(tensor, backend, lambda: backend.reducescatter(tensor, op, name="reducescatter"))
+    result, any_requires_grad = _forward(
+        "reducescatter", tensor, backend, lambda: backend.reducescatter(tensor, op, name="reducescatter")
+    )
     divisor = backend.size if op is ReduceOp.AVERAGE else 1
     return _with_backward(tensor, result, any_requires_grad, lambda grad: allgather(grad / divisor, backend))
 
@@ -101,7 +107,7 @@ def alltoall(tensor: torch.Tensor, backend: Backend, splits: Sequence[int] | tor
     """
     # The asynchronous form returns the number of rows from each rank, even without splits.
     answer, any_requires_grad = _forward(
-        tensor, backend, lambda: backend.alltoall_async(tensor, splits, name="alltoall").wait()
+        "alltoall", tensor, backend, lambda: backend.alltoall_async(tensor, splits, name="alltoall").wait()
     )
     result, received = answer
     rows = tensor.shape[0]
@@ -131,15 +137,21 @@ def without_collectives(reason: str) -> Iterator[None]:
         _thread.refusal = before
 
 
-def _check_allowed(tensor: torch.Tensor) -> None:
-    """Raise UserError if collectives are not allowed now, or if ``tensor`` has a tangent."""
+def _check_allowed(kind: str, tensor: torch.Tensor, backend: Backend) -> None:
+    """Raise UserError if collectives are not allowed now. If ``tensor`` has a tangent, refuse the call on every rank.
+
+    See :func:`_linear`.
+    """
     if _thread.refusal is not None:
         raise UserError(_thread.refusal)
-    if isinstance(tensor, torch.Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
-        raise UserError(  # without this check, the result would have this rank's tangent, not that of all ranks
+    # ``unpack_dual`` fails for sparse tensors, which the call itself refuses.
+    dense = isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+    if dense and forward_ad.unpack_dual(tensor).tangent is not None:
+        problem = UserError(  # without this check, the result would have this rank's tangent, not that of all ranks
             "the tensor has a tangent (torch.autograd.forward_ad), and collectives have no forward-mode derivative: get "
             "the derivative with backward(), or call the collective for the tangent too, since all of them are linear"
         )
+        backend.refuse(kind, kind, problem)
 
 
 def _linear(kind: str, op: ReduceOp | str, backend: Backend) -> ReduceOp:
@@ -157,18 +169,18 @@ def _checked(kind: str, tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
     """Return ``tensor`` if its elements can be sent. Otherwise refuse the call on every rank: see :func:`_linear`.
 
     Raises:
-        UserError: collectives are not allowed now, or ``tensor`` has a tangent: see :func:`_check_allowed`.
+        UserError: collectives are not allowed now, or every rank's ``tensor`` has a tangent: see :func:`_check_allowed`.
     """
-    _check_allowed(tensor)
+    _check_allowed(kind, tensor, backend)
     try:
         return checked_dense(tensor)
     except (TypeError, ValueError) as problem:  # the other ranks wait for this rank's call
         backend.refuse(kind, kind, problem)
 
 
-def _forward(tensor: torch.Tensor, backend: Backend, call: Callable[[], T]) -> tuple[T, bool]:
+def _forward(kind: str, tensor: torch.Tensor, backend: Backend, call: Callable[[], T]) -> tuple[T, bool]:
     """Return the result of ``call``, and whether the ``tensor`` of any rank with enabled gradients requires one."""
-    _check_allowed(tensor)
+    _check_allowed(kind, tensor, backend)
     return backend.with_flag(call, getattr(tensor, "requires_grad", False) and torch.is_grad_enabled())
 
 

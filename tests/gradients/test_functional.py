@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch.autograd import forward_ad
@@ -9,8 +11,9 @@ from torch.autograd import forward_ad
 import dualtrain
 from dualtrain import functional
 from dualtrain.batchnorm import SyncBatchNorm, synchronize_norms
-from dualtrain.errors import UserError
+from dualtrain.errors import BackendError, UserError
 from dualtrain.gradients import GradientReducer, Transfer
+from tests.threads import run_threads
 
 
 def inputs(size, rows):
@@ -148,6 +151,22 @@ def test_a_tensor_with_a_tangent_is_refused(name):
         tensor = forward_ad.make_dual(torch.ones(2), torch.ones(2))
         with pytest.raises(UserError, match="collectives have no forward-mode derivative"):
             getattr(functional, name)(tensor, backend)
+
+
+def tangent_on_rank_0(backend):
+    """Call collectives on a tensor that has a tangent on rank 0 only."""
+    for name in functional.__all__:
+        with forward_ad.dual_level() if backend.rank == 0 else nullcontext():  # levels cannot be nested, even in threads
+            tensor = torch.ones(backend.size)
+            if backend.rank == 0:
+                tensor = forward_ad.make_dual(tensor, torch.ones(backend.size))
+            with pytest.raises(BackendError, match="collectives have no forward-mode derivative"):
+                getattr(functional, name)(tensor, backend)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script. is deprecated")
+def test_a_tangent_on_one_rank_is_refused_on_every_rank():
+    run_threads(2, tangent_on_rank_0)
 
 
 def norms_without_samples(backend):
