@@ -98,7 +98,7 @@ def transfer_of(
         raise ValueError("groups must consist of torch.Tensor.")
     if len({id(p) for p in listed}) < len(listed):
         raise ValueError("A parameter can only appear once in groups.")
-    if compat.enabled() and predivide != 1 and set(params) <= set(listed):
+    if compat.enabled() and predivide != 1 and listed and set(params) <= set(listed):
         compat.note(compat.PREDIVIDED)
         predivide = 1.0
     return Transfer(
