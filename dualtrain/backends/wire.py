@@ -109,12 +109,16 @@ def wire_op(dtype: torch.dtype, op: ReduceOp) -> ReduceOp:
     return _LOGICAL.get(op, op) if dtype == torch.bool else op
 
 
+def as_real(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a complex tensor's real and imaginary parts (a view, or a copy if it is conjugated); others as they are."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
 def pack(tensor: torch.Tensor) -> torch.Tensor:
     """Convert ``tensor`` to a contiguous tensor of its wire dtype; return ``tensor`` itself if it needs no conversion."""
     if tensor.dtype in REDUCIBLE and tensor.is_contiguous() and not tensor.is_neg():
         return tensor  # the most frequent case; the calls below take longer than a reduction of a few values
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
+    tensor = as_real(tensor)
     if tensor.is_neg():  # a view whose memory has the opposite sign, such as z.conj().imag
         tensor = tensor.resolve_neg()
     return tensor.to(wire_dtype(tensor.dtype)).contiguous()
@@ -125,7 +129,7 @@ def unpack(wire: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if wire.dtype is like.dtype and wire.shape == like.shape:
         return wire
     if like.is_complex():
-        return torch.view_as_complex(unpack(wire, torch.view_as_real(like.resolve_conj())))
+        return torch.view_as_complex(unpack(wire, as_real(like)))
     return wire.to(like.dtype).view(like.shape)
 
 

@@ -11,6 +11,7 @@ import torch
 from dualtrain.backends import Backend
 from dualtrain.backends.base import Work
 from dualtrain.backends.sum_order import SumOrder
+from dualtrain.backends.wire import as_real
 from dualtrain.errors import BackendError
 from dualtrain.gradients.bucket_memory import BucketMemory, link
 from dualtrain.gradients.frozen import FrozenCheck
@@ -285,7 +286,8 @@ class Bucket:
         grad_of = dict(zip(slots, grads, strict=True))
         grad_of.update((slot, slot.view.clone()) for slot in self._in_place)
         grad_of.update((slot, torch.zeros_like(slot.view)) for slot in self._missing)
-        parts = [_as_real(grad_of[slot].detach().to(slot.dtype)) for slot in self.slots]
+        # Add complex numbers by part: ``torch._foreach_add_`` multiplies them by 1 + 0i, which makes NaN of infinity.
+        parts = [as_real(grad_of[slot].detach().to(slot.dtype)) for slot in self.slots]
         self.sum.add_shard([*parts, self.memory.extra.clone()])
 
     def _split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -297,7 +299,7 @@ class Bucket:
             return [buffer]
         address, numel = buffer.data_ptr(), self.memory.values.numel()
         if address not in self._parts_of:
-            self._parts_of[address] = [*map(_as_real, self.memory.split(buffer[:numel])), buffer[numel:]]
+            self._parts_of[address] = [*map(as_real, self.memory.split(buffer[:numel])), buffer[numel:]]
         return self._parts_of[address]
 
     def start(self) -> None:
@@ -339,14 +341,6 @@ class Bucket:
             if grad is None or grad.data_ptr() != slot.address:
                 slot.unpack()
         self.refused.trained_elsewhere = self._frozen_check.trained_elsewhere(self._frozen)
-
-
-def _as_real(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of a complex tensor as real numbers, or a copy if the tensor is conjugated; else the tensor itself.
-
-    ``torch._foreach_add_`` multiplies complex numbers by 1, and the product of infinity and 1 + 0i is not a number.
-    """
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def buffer_sizes(slots: Sequence[Slot], extra: int, transfer: Transfer) -> list[int]:

@@ -13,6 +13,7 @@ import torch
 
 from dualtrain.backends import Backend
 from dualtrain.backends.agreement import Call, agree
+from dualtrain.backends.wire import as_real
 from dualtrain.differences import fingerprint
 from dualtrain.errors import BackendError
 
@@ -49,9 +50,7 @@ def refuse_other_order(backend: Backend, named: Sequence[tuple[str, torch.Tensor
 def _fingerprint(p: torch.Tensor) -> int:
     """Return a hash of the shape, the dtype and the first elements of ``p``."""
     try:
-        part = p.detach()[(slice(_ELEMENTS),) * p.dim()].cpu()
-        if part.is_complex():
-            part = torch.view_as_real(part.resolve_conj())
+        part = as_real(p.detach()[(slice(_ELEMENTS),) * p.dim()].cpu())
         elements = part.to(torch.float64).flatten().tolist()
     except Exception:  # a subclass of Tensor that has no elements to read
         elements = []

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dualtrain.backends.wire import as_real
 from dualtrain.errors import BackendError
 from dualtrain.gradients.hooks import reducers_of
 from dualtrain.gradients.slots import Slot
@@ -67,5 +68,5 @@ def _parts(grad: torch.Tensor | None) -> list[torch.Tensor]:
 
 
 def _bit_sum(part: torch.Tensor) -> int:
-    part = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
-    return int(part.resolve_neg().contiguous().view(_INTEGERS[part.element_size()]).sum())
+    numbers = as_real(part).resolve_neg().contiguous()
+    return int(numbers.view(_INTEGERS[numbers.element_size()]).sum())
