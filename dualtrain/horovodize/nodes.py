@@ -62,6 +62,11 @@ def argument_at(call: ast.Call, position: int, name: str) -> ast.expr | None:
     return call.args[position] if position < len(call.args) else keyword(call, name)
 
 
+def is_unconditional(loop: ast.For | ast.While) -> bool:
+    """Return whether ``loop`` is a ``for`` loop, or a ``while`` loop whose condition is a constant that is true."""
+    return isinstance(loop, ast.For) or (isinstance(loop.test, ast.Constant) and bool(loop.test.value))
+
+
 def given_values(call: ast.Call) -> list[ast.expr]:
     """Return the values of all arguments of ``call``, positional ones first."""
     return [*call.args, *(word.value for word in call.keywords)]

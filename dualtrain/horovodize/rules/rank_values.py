@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import is_stored, last_name
+from dualtrain.horovodize.nodes import is_stored, is_unconditional, last_name
 from dualtrain.horovodize.order import called, calls_of, nodes_after
 from dualtrain.horovodize.rules.ranks import Collectives, may_leave, only_waits
 from dualtrain.horovodize.source import Finding, Scope, Source
@@ -64,8 +64,7 @@ def _names_of_condition(loop: ast.For | ast.While) -> Iterator[ast.Name | ast.At
     if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Call) and ast.unparse(loop.iter.func) == "range":
         yield from (value for value in loop.iter.args if isinstance(value, ast.Name | ast.Attribute))
     exits = [node for part in loop.body for node in ast.walk(part) if may_leave(node)]
-    endless = isinstance(loop, ast.For) or (isinstance(loop.test, ast.Constant) and bool(loop.test.value))
-    for one in loop.body if endless else ():
+    for one in loop.body if is_unconditional(loop) else ():
         if isinstance(one, ast.If) and isinstance(one.body[-1], ast.Break) and exits == one.body[-1:]:
             yield from [one.test] if isinstance(one.test, ast.Name | ast.Attribute) else []
 

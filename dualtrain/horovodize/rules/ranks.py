@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
-from dualtrain.horovodize.nodes import keyword, last_name, variables_in
+from dualtrain.horovodize.nodes import is_unconditional, keyword, last_name, variables_in
 from dualtrain.horovodize.order import called as called_function
 from dualtrain.horovodize.source import Finding, Function, Source
 
@@ -208,8 +208,7 @@ class Collectives:
         other = [*(branch.orelse if arm in branch.body else branch.body), *self._following(branch)]
         around = [one for one in self.source.around(branch, ast.If) if above in self.source.above(one)]
         other += [later for one in around for later in self._following(one)]
-        unconditional = isinstance(above, ast.For) or (isinstance(above.test, ast.Constant) and bool(above.test.value))
-        if not unconditional or any(may_leave(node) for part in other for node in ast.walk(part)):
+        if not is_unconditional(above) or any(may_leave(node) for part in other for node in ast.walk(part)):
             return ""  # the other ranks perhaps leave the loop too
         return next((name for name, call in self._inside(above.body) if branch not in self.source.above(call)), "")
 
