@@ -35,6 +35,15 @@ def make_environment(folder: Path, name: str, program: str = 'echo "$*"') -> Non
     (launcher.parent / "activate").write_text(f'PATH="{launcher.parent}:$PATH"\n')
 
 
+def copy_script(name: str, folder: Path) -> list[str]:
+    """Copy a script of launch/ beside an empty setup.sh; return the command that starts the copy."""
+    copy = folder / "launch" / f"{name}.sh"
+    copy.parent.mkdir()
+    shutil.copy(ROOT / "launch" / copy.name, copy)
+    (copy.parent / "setup.sh").touch()
+    return ["bash", str(copy)]
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_help_prints_the_comment_at_the_top_of_the_script(name):
     end = start(name, "--help")
@@ -56,11 +65,8 @@ def test_help_of_the_comparison_scripts_starts_no_run(name, tmp_path):
 @pytest.mark.parametrize("name", ["demo", "ways", "one_result"])
 def test_the_comparison_scripts_refuse_a_folder_that_cannot_be_made(name, tmp_path):
     make_environment(tmp_path, "horovodrun")
-    (tmp_path / "launch").mkdir()
-    shutil.copy(ROOT / "launch" / f"{name}.sh", tmp_path / "launch")
-    (tmp_path / "launch" / "setup.sh").touch()
+    command = copy_script(name, tmp_path)
     env = {**os.environ, "DUALTRAIN_VENV": str(tmp_path), "RUNS": "/dev/null/runs", "LC_ALL": "C"}
-    command = ["bash", str(tmp_path / "launch" / f"{name}.sh")]
     end = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     reason = "/dev/null/runs cannot be made (Not a directory)"
     message = f"{name}.sh: error: {reason}: set RUNS to a folder that you may write\n"
@@ -70,11 +76,8 @@ def test_the_comparison_scripts_refuse_a_folder_that_cannot_be_made(name, tmp_pa
 def test_the_demo_ends_after_its_launcher_if_both_get_sigterm(tmp_path):
     program = "trap 'sleep 1; echo saved; exit 1' TERM; echo started; while :; do sleep 0.1; done"
     make_environment(tmp_path, "horovodrun", program)
-    (tmp_path / "launch").mkdir()
-    shutil.copy(ROOT / "launch" / "demo.sh", tmp_path / "launch")
-    (tmp_path / "launch" / "setup.sh").touch()
+    command = copy_script("demo", tmp_path)
     env = {**os.environ, "DUALTRAIN_VENV": str(tmp_path), "RUNS": str(tmp_path / "runs")}
-    command = ["bash", str(tmp_path / "launch" / "demo.sh")]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True) as demo:
         assert demo.stdout is not None
         for line in demo.stdout:
