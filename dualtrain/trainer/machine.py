@@ -48,9 +48,8 @@ _ALIASES = {
 def threads(backend: Backend) -> int:
     """Return the default of ``--threads`` without virtual ranks. Collective; blocks.
 
-    It is the smallest share of its host's cores that any rank has, and at most ``MOST_THREADS``.
-
-    See :func:`dualtrain.cores.threads_per_rank`.
+    Each rank has a share of its host's cores (see :func:`dualtrain.cores.threads_per_rank`). The default is the smallest of
+    these shares, and at most ``MOST_THREADS``.
     """
     mine = identity(), sorted(os.sched_getaffinity(0)), cpu_quota()
     return min(MOST_THREADS, threads_per_rank(backend.allgather_object(mine, name="default number of intra-op threads")))

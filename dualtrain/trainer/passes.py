@@ -23,10 +23,10 @@ Measure = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, Sums]]
 
 
 def _checked_pair(batch: Any) -> Tensors:
-    """Return ``batch`` as a tuple. Raises TypeError if it is not a pair (inputs, targets), of any iterable type.
+    """Return ``batch`` as a tuple. Raises TypeError if it is not an iterable of two elements, (inputs, targets).
 
-    A tensor is refused, although one of two rows could be unpacked: in ``step((inputs, targets, weights))``, each tensor
-    would be one batch.
+    A tensor is refused even if it has two rows. The caller has probably passed one batch in place of a list of batches: in
+    ``step((inputs, targets, weights))``, each of the three tensors counts as a batch.
     """
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
@@ -48,14 +48,14 @@ class Passes:
         parts: how many parts a step has, over all ranks.
         sharded: whether the parts are shards of virtual ranks.
         piggyback: whether the scalars are sent with the gradients, in ``optimizer.extra``.
-        count: returns the number of targets of a batch; ``None`` if ``expected`` has the unit of the weight that
-            ``measure`` returns.
+        count: returns the number of targets of a batch; ``None`` if ``expected`` has the unit of the sum "weight"
+            that ``measure`` returns.
 
     Attributes:
-        targets_per_sample: with ``count``, the mean number of targets per sample in one batch: the first batch of a step on
-            the lowest rank where this batch has targets or, with shards, that has batches. Equal on all ranks; ``None``
-            until a step in which that batch has targets. Sums are divided by it, so that ``expected`` can be a number of
-            samples.
+        targets_per_sample: with ``count``, the mean number of targets per sample in one batch. Without shards, that batch
+            is the first one of the lowest rank whose first batch in a step has targets. With shards, it is the first one of
+            the lowest rank that has batches. The number is equal on all ranks, and ``None`` until a step in which such a
+            batch has targets. Sums are divided by it, so that ``expected`` can be a number of samples.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Passes:
         """Compute one batch, forward and backward. With ``count``, the call may be collective: see :meth:`_in_samples`.
 
         Args:
-            batch: a pair of the model's inputs and the loss's targets, of any iterable type.
+            batch: an iterable of two elements: the model's inputs, and the loss's targets.
             expected: an estimate of the total weight of all batches of the step, over all ranks.
             load: called between forward and backward.
             send: true if this is known to be this rank's last batch: its backward then sends the gradients.
@@ -129,7 +129,7 @@ class Passes:
         if self.targets_per_sample is None and not self._compared:
             mine = count(targets) / len(targets) if len(targets) else 0.0
             self._agree(mine if mine or self._sharded else -1.0)
-        # If that batch has no targets, the sums of this step are not divided, and the ranks agree in the next step.
+        # If the ranks found no targets, the sums of this step are not divided, and the next step's first batches are used.
         unit = self.targets_per_sample or 1.0
         return [each / unit for each in sums]
 
@@ -174,7 +174,8 @@ class Passes:
         if self._count is not None and self.targets_per_sample is None and not self._compared:  # on a rank without batches
             self._agree(-1.0)
         self._compared = False
-        if not self.optimizer.reducer.is_reduced():  # on a rank without samples; otherwise backward has reduced them
+        # Backward has not reduced them if this rank's last part had no batches, or an unknown number of them.
+        if not self.optimizer.reducer.is_reduced():
             self.optimizer.synchronize()
         step, diverged = StepScalars.result(self._totals())
         if diverged:
