@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     except UserError as error:
         return refuse_on_all(error, world)
     if torchrun_is_parent():
-        signal_at_parents_end(signal.SIGTERM, parent)  # if the agent is killed: end
+        signal_at_parents_end(signal.SIGTERM, parent)  # end if torchrun's agent is killed
     program.run()
     return 0
 

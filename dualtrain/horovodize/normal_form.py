@@ -13,7 +13,10 @@ _MOST_CASES = 100
 
 
 def normalized(tree: ast.Module) -> ast.Module:
-    """Change ``0 == rank`` to ``rank == 0``, ``x: int = 1`` to ``x = 1``, and constant cases to ``if``. Return ``tree``."""
+    """Change ``0 == rank`` to ``rank == 0``, ``x: int = 1`` to ``x = 1``, and ``match`` on constants to ``if``.
+
+    Return ``tree``.
+    """
     for node in ast.walk(tree):
         for name in ("body", "orelse", "finalbody"):
             if isinstance(block := getattr(node, name, None), list):

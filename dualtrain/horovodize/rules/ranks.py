@@ -92,23 +92,33 @@ def _is_schedule(source: Source, value: ast.expr, depth: int = 0) -> bool:
     function = source.functions.get(value.func.id) if isinstance(value.func, ast.Name) and depth < 3 else None
     if function is None or source.is_ambiguous(function.name):
         return False
-    ends = [node.value for node in ast.walk(function) if isinstance(node, ast.Return) and source.scope(node) is function]
-    made = [one for end in ends for one in _values_of(source, function, end)]
+    returns = [node for node in ast.walk(function) if isinstance(node, ast.Return) and source.scope(node) is function]
+    made = [one for node in returns for one in _values_of(source, function, node.value)]
     return bool(made) and all(_is_schedule(source, one, depth + 1) for one in made)
 
 
-def _values_of(source: Source, function: Function, end: ast.expr | None) -> list[ast.expr]:
-    """Return what ``function`` may return by ``return end``: ``end``, or the values that it assigns to this variable."""
+def _values_of(source: Source, function: Function, returned: ast.expr | None) -> list[ast.expr]:
+    """Return the possible values of ``returned``, the expression after a ``return`` of ``function``, as expressions.
+
+    For a variable, these are the values that ``function`` assigns to it; if there are none, the variable itself.
+    """
     given = (
-        [value for target, value, at in source.assignments if source.scope(at) is function and target == ast.unparse(end)]
-        if isinstance(end, ast.Name)
+        [
+            value
+            for target, value, at in source.assignments
+            if source.scope(at) is function and target == ast.unparse(returned)
+        ]
+        if isinstance(returned, ast.Name)
         else []
     )
-    return given or ([end] if end is not None else [ast.Constant(None)])
+    return given or ([returned] if returned is not None else [ast.Constant(None)])
 
 
 def sends_rate(source: Source) -> bool:
-    """Return whether the script may send rank 0's learning rate to the other ranks, repeatedly."""
+    """Return whether the script may send rank 0's learning rate to the other ranks while it trains.
+
+    This is so if a broadcast mentions learning rates, or if optimizer state is broadcast in several places.
+    """
     sends = [call for call in source.calls if source.called(call).startswith("broadcast")]
     rates = any(re.search(RATE, ast.unparse(call)) for call in sends)
     return rates or sum(source.called(call) == "broadcast_optimizer_state" for call in sends) > 1
