@@ -29,7 +29,7 @@ def _begin(target: Callable[..., Any], args: tuple[Any, ...]) -> None:
         if not is_ignored(number):
             signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    take_early_request()
+    take_early_request()  # a new interpreter has no record of the parent's SIGUSR1
     kept = 0, 1, 2, resource_tracker.getfd()
     for each in map(int, os.listdir("/proc/self/fd")):
         try:

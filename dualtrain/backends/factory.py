@@ -308,6 +308,7 @@ def _take_device(backend: Backend) -> None:
         torch.cuda.set_device(backend.device)
         # Compare UUIDs, not indices: where each rank sees only one GPU, every index is 0.
         identifier = int(uuid.UUID(str(torch.cuda.get_device_properties(index).uuid)))
+        # The exchanged integers are signed and have 64 bits: send 125 of the UUID's 128 bits in two integers.
         own = [identifier >> 65, identifier & (1 << 62) - 1]
     gathered = backend.exchange(own)
     hosts = backend.hosts

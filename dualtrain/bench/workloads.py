@@ -123,7 +123,7 @@ WORKLOADS = {
 class Task:
     """One workload for one contender: the model, the batches of a rank, and the number of steps.
 
-    ``step_fraction`` is the fraction of the workload's timed steps that is run.
+    ``step_fraction`` is the fraction of the workload's timed steps that is run; at least two steps are run.
     """
 
     lr = 0.001
