@@ -83,12 +83,12 @@ def _casting(device_type: str, dtype: torch.dtype) -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-_FILTERS = threading.Lock()  # all threads share the filters of warnings, and ``catch_warnings`` replaces them
+_FILTERS_LOCK = threading.Lock()  # all threads share the filters of warnings, and ``catch_warnings`` replaces them
 
 
 @contextmanager
 def ignore_order_warning() -> Iterator[None]:
     """Ignore the warning of ``schedule.step()`` about a wrong order of calls. A skipped first step causes this warning."""
-    with _FILTERS, warnings.catch_warnings():
+    with _FILTERS_LOCK, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         yield

@@ -97,11 +97,11 @@ def test_integer_averages_and_factors_round_toward_zero_as_in_horovod(real):
 
 
 def test_integer_averages_are_exact_at_world_sizes_where_horovods_are_not():
-    def horovods(total, size):
+    def horovods_average(total, size):
         return int((1 / size) * total)
 
     k = torch.arange(1, 1001)
-    assert sum(horovods(49 * int(n), 49) != n for n in k) == 603
+    assert sum(horovods_average(49 * int(n), 49) != n for n in k) == 603
     for size in (3, 49, 98, 103, 107, 161, 187, 196, 197):
         assert torch.equal(finished(k * size, Average, size, 1.0), k)
         assert torch.equal(finished(-k * size, Average, size, 1.0), -k)

@@ -24,7 +24,7 @@ def net(p: float = 0.1) -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 4), nn.Dropout(p), nn.Linear(4, 2))
 
 
-class Scaled(nn.Module):
+class WithSettings(nn.Module):
     """A model with the given settings as attributes."""
 
     def __init__(self, **settings: Any) -> None:
@@ -147,14 +147,16 @@ CASES: dict[str, tuple[Any, str]] = {
     "dropout": (lambda r: given(net(r / 2)), "model.1.p is 0.0 on rank 0 and 0.5 on rank 1"),
     "class of a layer": (lambda r: given(nn.Sequential(nn.Linear(3, 2), [nn.ReLU, nn.Tanh][r]())), "model.1 is torch.nn"),
     "attribute of the model": (
-        lambda r: given(Scaled(kind=["a", "b"][r])),
+        lambda r: given(WithSettings(kind=["a", "b"][r])),
         "model.kind is 'a' on rank 0 and 'b' on rank 1",
     ),
     "attributes of a model that may differ": (
-        lambda r: given(Scaled(rank=r, device=f"cuda:{r}", path=f"/host/{r}", _calls=r, log=SimpleNamespace(number=r))),
+        lambda r: given(
+            WithSettings(rank=r, device=f"cuda:{r}", path=f"/host/{r}", _calls=r, log=SimpleNamespace(number=r))
+        ),
         "",
     ),
-    "a number that is not a rank": (lambda r: given(Scaled(heads=r)), "model.heads is 0 on rank 0 and 1 on rank 1"),
+    "a number that is not a rank": (lambda r: given(WithSettings(heads=r)), "model.heads is 0 on rank 0 and 1 on rank 1"),
     "mode": (lambda r: given([net(), net().eval()][r]), ""),
     "label smoothing": (
         lambda r: given(loss=nn.CrossEntropyLoss(label_smoothing=r / 4)),
