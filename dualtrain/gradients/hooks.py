@@ -54,7 +54,7 @@ class ModuleAttribute:
     def is_empty(self) -> bool:
         """Return whether the attribute was a module and is ``None`` now. A new module may be assigned to it later."""
         owner = self.owner()
-        # Private in torch 2.5 to 2.15, as in ``_on_parameter``.
+        # ``_modules`` is private in torch 2.5 to 2.15, as ``_parameters`` is (see ``_on_parameter``).
         return owner is not None and self.key in owner._modules and owner._modules[self.key] is None
 
     def unaveraged(self, known: Container[int]) -> tuple[str, bool] | None:
@@ -68,7 +68,7 @@ class ModuleAttribute:
         owner = self.owner()
         if owner is None:
             return None
-        # Private in torch 2.5 to 2.15, as in ``_on_parameter``.
+        # ``_parameters`` and ``_modules`` are private in torch 2.5 to 2.15 (see ``_on_parameter``).
         p, module = owner._parameters.get(self.key), owner._modules.get(self.key)
         found = [p] if p is not None else [] if module is None else module.parameters()
         new = [p for p in found if p.requires_grad and id(p) not in known and not reducers_of(p)]
@@ -245,7 +245,10 @@ def _watchers(p: torch.Tensor | None) -> Iterable[tuple[weakref.ref[Reducer], st
 
 
 def remove_freed(p: torch.Tensor) -> None:
-    """Remove hooks of garbage-collected reducers from ``p``, a new reducer's parameter: such hooks raise an error."""
+    """Remove hooks of garbage-collected reducers from ``p``, a new reducer's parameter.
+
+    Otherwise these hooks would raise an error after the new reducer is closed.
+    """
     # torch (2.5 to 2.15) has no public way to list the hooks of a parameter.
     hooks = p._post_accumulate_grad_hooks or {}
     for key in [key for key, hook in hooks.items() if hasattr(hook, "watcher") and hook.watcher[0]() is None]:
@@ -269,9 +272,9 @@ def _on_parameter(owner: nn.Module, key: str, new: Any) -> None:
 
 
 def _on_module(owner: nn.Module, key: str, new: Any) -> None:
-    # Private in torch 2.5 to 2.15, as ``_parameters`` is. In a ScriptModule, ``_modules`` has no method ``get``.
-    # torch.compile cannot trace this function for the module that it makes itself when it compiles a backward. The name
-    # ``_orig_mod`` is private in torch 2.5 to 2.15.
+    # ``_modules`` is private in torch 2.5 to 2.15, as ``_parameters`` is. In a ScriptModule, it has no method ``get``.
+    # To compile a backward, torch.compile makes a module, for which it cannot trace this function. The name ``_orig_mod``
+    # is private in torch 2.5 to 2.15.
     if (key == "_orig_mod" and torch.compiler.is_dynamo_compiling()) or key not in owner._modules:
         return
     old = owner._modules[key]

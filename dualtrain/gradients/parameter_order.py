@@ -1,6 +1,6 @@
 """Find out whether ranks have the same parameters in different orders.
 
-If they have, gradients of different parameters would be averaged. Without names, the ranks know parameters only by their
+In that case, gradients of different parameters would be averaged. Without names, the ranks know parameters only by their
 numbers in the optimizer. If a program passes a set of parameters, the numbers mean different parameters in each process. If
 these parameters have the same shape, only this check finds the mistake.
 """
