@@ -35,7 +35,7 @@ class DamagedError(UserError):
 
 FORMAT = 3  # the format of new checkpoints
 READABLE = (2, 3)  # format 2 has no virtual ranks
-#: If a read fails with one of these error numbers, or with a temporary error, the file may be intact.
+#: If a read fails with one of these error numbers, or with a disk or network error, the file may be intact.
 _NOT_READABLE = (errno.ENOMEM, errno.EACCES, errno.EPERM)
 BEST = "best.safetensors"
 _NAME = re.compile(r"step-[0-9]{8,18}\.safetensors")
@@ -162,7 +162,7 @@ def _may_be_good(error: OSError) -> bool:
 
 @contextmanager
 def fitting(what: str) -> Iterator[None]:
-    """Convert an error of the block, which loads a state, to UserError: the state is most likely of another model.
+    """Convert an error of the block, which loads a state, to UserError: most likely, the state is another model's.
 
     BackendError and errors about too little memory are not converted.
     """
