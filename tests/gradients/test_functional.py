@@ -144,7 +144,7 @@ def test_all_ranks_run_the_backward_pass_if_one_rank_needs_a_gradient(spmd):
     spmd(inputs_of_some_ranks)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script. is deprecated")  # by torch itself, in the import of make_dual
+@pytest.mark.filterwarnings("ignore:`torch.jit.script. is deprecated")  # by torch itself, in an import inside make_dual
 @pytest.mark.parametrize("name", functional.__all__)
 def test_a_tensor_with_a_tangent_is_refused(name):
     with dualtrain.connect("local") as backend, forward_ad.dual_level():
@@ -156,7 +156,7 @@ def test_a_tensor_with_a_tangent_is_refused(name):
 def tangent_on_rank_0(backend):
     """Call collectives on a tensor that has a tangent on rank 0 only."""
     for name in functional.__all__:
-        with forward_ad.dual_level() if backend.rank == 0 else nullcontext():  # levels cannot be nested, even in threads
+        with forward_ad.dual_level() if backend.rank == 0 else nullcontext():  # two threads cannot both be in a level
             tensor = torch.ones(backend.size)
             if backend.rank == 0:
                 tensor = forward_ad.make_dual(tensor, torch.ones(backend.size))

@@ -332,7 +332,7 @@ def test_a_rank_without_backward_adds_zeros_at_step(spmd):
 
 
 def changed_by_some_ranks(backend, change, synchronize):
-    """Change the averages before the step, except on the last rank, which has no backward."""
+    """Change the averages before the step. The last rank has no backward, and changes them only after ``synchronize``."""
     model = perceptron()
     optimizer = sgd(model, backend, momentum=0.9)
     for _ in range(2):
@@ -380,7 +380,7 @@ def test_a_rank_without_backward_can_change_averages_after_synchronize(typical):
 
 
 def closed_before_step(backend):
-    """Close the optimizer after backward, but on the last rank, which has no backward, after its step."""
+    """Close the optimizer between backward and step. The last rank has no backward, and closes it after its step."""
     model = perceptron()
     optimizer = sgd(model, backend)
     if backend.rank < backend.size - 1:
@@ -1400,7 +1400,11 @@ def test_a_reducer_may_change_its_backend(typical):
 
 
 def fails_after_sending(model, optimizer, backend, ranks):
-    """Take a step. Then, on ``ranks``, let backward fail after it has sent a bucket, call ``zero_grad``, return True."""
+    """Take a step. Then, on ``ranks``, let backward fail after it has sent a bucket, and call ``zero_grad``.
+
+    Returns:
+        Whether this rank is one of ``ranks``.
+    """
     vector_loss(model, backend.rank).backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -1469,7 +1473,7 @@ def drops_sums_later(backend, drop):
             optimizer.synchronize()
         else:
             vector_loss(model, backend.rank).backward()
-        model.zero_grad(set_to_none=drop == "none")
+        model.zero_grad(set_to_none=drop == "set_to_none")
         with optimizer.no_sync() if drop == "no_sync" else nullcontext():
             vector_loss(model, backend.rank).backward()
         optimizer.synchronize()
@@ -1479,4 +1483,4 @@ def drops_sums_later(backend, drop):
 
 
 def test_sums_of_a_failed_backward_may_be_dropped_without_the_optimizer(typical):
-    typical.each(drops_sums_later, [("none",), ("zeros",), ("no_sync",)], [("none",)])
+    typical.each(drops_sums_later, [("set_to_none",), ("zeros",), ("no_sync",)], [("set_to_none",)])

@@ -406,7 +406,7 @@ def test_steps_without_a_counted_target_advance_the_schedule(tmp_path):
         ("wide_in_training", UserError, r"a sample of shape \(4,\) raises RuntimeError: .*cannot be multiplied"),
     ],
 )
-def test_the_error_describes_a_sample_that_cannot_be_used(tmp_path, data, error, part):
+def test_the_error_describes_a_sample_or_a_source_that_cannot_be_used(tmp_path, data, error, part):
     own = ["--model", f"{__name__}:linear", "--dataset", f"{__name__}:{data}", "--classes", "2", "--workers", "0"]
     with pytest.raises(error, match=part):
         train_alone(*own, "--epochs", "1", "--run-dir", str(tmp_path / "run"))
