@@ -19,7 +19,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 _NEVER = -1
 _MMAP_BYTES = 32 << 20  # the largest threshold that glibc accepts; glibc's own adjustment stops there too
 #: Variables of glibc's own settings. If the user has set one, ``keep_freed_memory`` changes nothing.
-_CHOICES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+_GLIBC_VARIABLES = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
 
 def keep_freed_memory(env: Mapping[str, str] | None = None) -> None:
@@ -36,7 +36,7 @@ def keep_freed_memory(env: Mapping[str, str] | None = None) -> None:
     Source: mallopt(3), M_TRIM_THRESHOLD and M_MMAP_THRESHOLD.
     """
     env = os.environ if env is None else env
-    if any(name in env for name in _CHOICES) or "glibc.malloc." in env.get("GLIBC_TUNABLES", ""):
+    if any(name in env for name in _GLIBC_VARIABLES) or "glibc.malloc." in env.get("GLIBC_TUNABLES", ""):
         return
     library = ctypes.CDLL(None)
     if hasattr(library, "gnu_get_libc_version"):

@@ -765,8 +765,8 @@ def interrupted_steps(backend):
         for op in ("Sum", "Max"):
             p = nn.Parameter(torch.zeros(2))
             optimizer = hvd.DistributedOptimizer(Interrupted([p], 1.0), [(op, p)], op=getattr(hvd, op))
-            ours = optimizer.reducer
-            owner, name = (ours._exchange, "wait") if op == "Sum" else (Pending, "wait_for_end")
+            reducer = optimizer.reducer
+            owner, name = (reducer._exchange, "wait") if op == "Sum" else (Pending, "wait_for_end")
             for _ in range(2):
                 (p * (me + 1)).sum().backward()
                 if me == 0:
@@ -775,7 +775,7 @@ def interrupted_steps(backend):
                 optimizer.step()
                 optimizer.zero_grad()
             if op == "Sum":
-                assert (ours.exchanges, ours.exchanging) == (2, False)
+                assert (reducer.exchanges, reducer.exchanging) == (2, False)
             found.append(p.tolist())
             (p * (me + 1)).sum().backward()
             optimizer.synchronize()

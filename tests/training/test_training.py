@@ -491,7 +491,7 @@ def test_an_error_on_one_rank_is_raised_on_all(spmd):
     assert set(spmd(refuse_on, spmd.size)) == {"done"}
 
 
-def root_task(backend, error: Exception | None) -> Any:
+def rank_zero_task(backend, error: Exception | None) -> Any:
     def task() -> dict[str, int]:
         if error is not None:
             raise error
@@ -505,14 +505,14 @@ def root_task(backend, error: Exception | None) -> Any:
 
 
 def test_the_result_or_the_error_of_rank_0_is_sent_to_all_ranks(spmd):
-    assert spmd(root_task, None) == [{"rank": 0}] * spmd.size
-    assert spmd(root_task, UserError("the disk is full")) == ["the disk is full"] * spmd.size
+    assert spmd(rank_zero_task, None) == [{"rank": 0}] * spmd.size
+    assert spmd(rank_zero_task, UserError("the disk is full")) == ["the disk is full"] * spmd.size
     said = "a task: [Errno 2] no such folder: '/gone/x'; choose a path in a folder that exists"
-    assert all(text.startswith(said) for text in spmd(root_task, OSError(2, "no such folder", "/gone/x")))
+    assert all(text.startswith(said) for text in spmd(rank_zero_task, OSError(2, "no such folder", "/gone/x")))
     said = "a task: [Errno 28] full: '/gone/x'; free space on the disk of '/gone', then try again"
-    assert spmd(root_task, OSError(28, "full", "/gone/x")) == [said] * spmd.size
+    assert spmd(rank_zero_task, OSError(28, "full", "/gone/x")) == [said] * spmd.size
     others = ["a task: rank 0 failed with TypeError: no set"] * (spmd.size - 1)
-    assert spmd(root_task, TypeError("no set")) == ["no set", *others]
+    assert spmd(rank_zero_task, TypeError("no set")) == ["no set", *others]
 
 
 def test_the_compare_command_says_whether_runs_have_the_same_weights(tmp_path, capsys):
