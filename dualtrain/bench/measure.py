@@ -29,7 +29,7 @@ class Sample:
     """Result of one start of a contender.
 
     Attributes:
-        seconds: seconds by job: by workload (for a step), or by another measurement, such as an import or an epoch.
+        seconds: seconds of one step by workload, and of other measurements by name, such as an import or an epoch.
         sha256: hashes of the final weights by workload.
         accuracy: accuracy after an epoch.
         ranks: number of ranks.

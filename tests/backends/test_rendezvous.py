@@ -31,7 +31,7 @@ ELSEWHERE = "192.0.2.1"  # RFC 5737: no host has this address
 
 
 def refusal(text):
-    """Return the error, which is the only line of ``text`` besides warnings."""
+    """Return the error without its prefix. It is the only line of ``text`` besides warnings."""
     (line,) = [line for line in text.splitlines() if "Warning" not in line]
     return line.removeprefix("dualtrain: error ")
 
@@ -263,7 +263,7 @@ first = detect_world()
 names = []
 for world in (first, replace(first, job="other"), first):
     names.append(agree_on_prefix(world, time.monotonic() + 60))
-    time.sleep(0.3 * first.rank)  # rank 0 first reads the number that the other rank has written for the earlier world
+    time.sleep(0.3 * first.rank)  # so rank 0 finds the number that rank 1 has written for the earlier world
 print(names)
 """
 

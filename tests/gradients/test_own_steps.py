@@ -170,7 +170,7 @@ def test_steps_are_counted_after_a_step_has_failed():
 def own_closures(backend, passes):
     """Call ``step(closure)`` in a method of the wrapped optimizer, with a loss that differs between the ranks.
 
-    With two passes per step, several ranks refuse the step, because the closure runs only the first pass.
+    With two passes per step and more than one rank, every rank refuses the step, because the closure runs only one pass.
     """
     p, inner, optimizer = wrapped(backend, own, backward_passes_per_step=passes)
 

@@ -84,7 +84,7 @@ CASES = [
         "h: object\nh = import_module('other')\nh.allreduce(x)",
     ),
     (
-        "discarded_result",  # a variable hvd that holds an unknown module hides the import only in the function with it
+        "discarded_result",  # a local variable hvd with an unknown module hides the import in its function only
         "import importlib\ndef load(c):\n    hvd = importlib.import_module(c.name)\n    return hvd\n"
         "def main(hvd):\n    hvd.allreduce(x)  # HERE",
         "import importlib\ndef main(c):\n    hvd = importlib.import_module(c.name)\n    hvd.allreduce(x)",
@@ -135,7 +135,7 @@ CASES = [
         "from horovod.torch import Sum as S\nfrom horovod.torch.mpi_ops import AllreduceType\nAllreduceType.Sum",
     ),
     (
-        "uncovered_imports",  # a name of mpi_ops that the script does not use; a module that does not exist
+        "uncovered_imports",  # a name of mpi_ops that the script does not use; no finding in a try statement
         "from horovod.torch.mpi_ops import AllreduceType as T, Sum  # HERE",
         "import horovod.torch.elastic.sampler\ntry:\n    from horovod.torch.mpi_ops import AllreduceType as T\n"
         "    import horovod.torch.other\nexcept ImportError:\n    T = None",
@@ -643,7 +643,7 @@ CASES = [
         )
     ),
     (
-        "same_order_every_epoch",  # no finding if the loop does not train
+        "same_order_every_epoch",  # no finding if the loop over epochs does not train
         "s = torch.utils.data.DistributedSampler(d, 2, 0)  # HERE\nl = torch.utils.data.DataLoader(d, sampler=s)\n"
         "for i in range(EPOCHS):\n    for x in l: pass",
         "s = torch.utils.data.DistributedSampler(d, 2, 0)\nl = torch.utils.data.DataLoader(d, sampler=s)\n"
@@ -1060,7 +1060,7 @@ CASES = [
         "rank = hvd.rank()\nprint('model on cuda:%d' % rank)\nlog.info(f'cuda:{rank}')\nname = f'out_gpu{rank}'",
     ),
     (
-        "gpu_by_rank",  # no finding if main's variable rank is the local rank, even if the module's is not
+        "gpu_by_rank",  # no finding if main's variable rank is the local rank; the module's variable does not count
         "def main():\n    rank = hvd.rank()\n    torch.cuda.set_device(rank)  # HERE",
         "def main():\n    rank = hvd.local_rank()\n    torch.cuda.set_device(rank)\nrank = hvd.rank()",
     ),
@@ -1423,7 +1423,7 @@ CASES = [
     ),
     *(
         (
-            "clip_before_synchronize",  # no finding for a new backward, an average, or an update that needs no gradient
+            "clip_before_synchronize",  # no finding for an average, an update without gradients, or before a new backward
             f"{WRAP}for x in data:\n    loss.backward()\n    for p in model.parameters():\n        {update}  # HERE\n"
             "    optimizer.step()",
             f"{WRAP}for x in data:\n    loss.backward()\n    for p in model.parameters():\n        {other}\n"
@@ -1445,7 +1445,7 @@ CASES = [
     ),
     *(
         (
-            "clip_before_synchronize",  # no finding if the update may be undone
+            "clip_before_synchronize",  # no finding if the update may be temporary, for a second loss
             f"{SECOND_PASS}for p in model.parameters():\n    p.data.add_(p.grad)  # HERE\nlog(loss)\noptimizer.step()",
             f"{SECOND_PASS}for p in model.parameters():\n    p.data.add_(p.grad)\n{line}\noptimizer.step()",
         )
@@ -1467,7 +1467,7 @@ CASES = [
         for other in ("optimizer.synchronize()\n    ", "if hvd.size() == 1: ")
     ),
     (
-        "clip_before_synchronize",  # no finding for a function that calls one that synchronizes, and then clips
+        "clip_before_synchronize",  # no finding for a function that clips after a call of a function that synchronizes
         f"{WRAP}{LIMIT}loss.backward()\nlimit(p)  # HERE\noptimizer.step()",
         f"{WRAP}def finish():\n    optimizer.synchronize()\n{LIMIT.replace('torch', 'finish(); torch')}loss.backward()\n"
         "limit(p)\nwith optimizer.skip_synchronize():\n    optimizer.step()",

@@ -128,7 +128,7 @@ def rules(backend):
             value = getattr(accumulating, option)
             check(hvd, (option, lambda: setattr(accumulating, option, value), None, "AttributeError"))  # noqa: B023
         predivided = wrapped(hvd, name="predivided", gradient_predivide_factor=49.0)[1]
-        assert predivided.gradient_predivide_factor == 49.0  # and not 1 / (1 / 49.0)
+        assert predivided.gradient_predivide_factor == 49.0  # not the rounded 1 / (1 / 49.0)
         # Wrap an optimizer that has a state and options.
         used = nn.Parameter(torch.ones(2))
         adam = torch.optim.Adam([used], lr=0.5, weight_decay=0.25)
@@ -229,7 +229,7 @@ def mixed_precision_trap(backend):
             hvd.barrier()
         scaler.step(optimizer)
         scaler.update()
-        # On Horovod, rank 1 has synchronized in its step. Rank 0 has skipped its step, so its sum is still pending.
+        # Rank 1 has synchronized in its step. Rank 0 has skipped its step, so its sum is still pending.
         if hvd.rank() == 0:
             optimizer.synchronize()
         return p[0].item(), scaler.get_scale()

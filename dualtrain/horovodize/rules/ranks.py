@@ -115,9 +115,10 @@ def _values_of(source: Source, function: Function, returned: ast.expr | None) ->
 
 
 def sends_rate(source: Source) -> bool:
-    """Return whether the script may send rank 0's learning rate to the other ranks while it trains.
+    """Return whether the script may send rank 0's learning rate to the other ranks after the first step.
 
-    This is so if a broadcast mentions learning rates, or if optimizer state is broadcast in several places.
+    True if a broadcast mentions a rate or a schedule, or if there are several calls of ``broadcast_optimizer_state``. A
+    single such call does not count: it probably runs before the first step.
     """
     sends = [call for call in source.calls if source.called(call).startswith("broadcast")]
     rates = any(re.search(RATE, ast.unparse(call)) for call in sends)

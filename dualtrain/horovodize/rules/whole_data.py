@@ -68,7 +68,7 @@ def _is_alternative(source: Source, call: ast.Call) -> bool:
     """Return whether runs with Horovod may use a different loader in place of ``call``.
 
     That is so if a different branch makes a DistributedSampler, or a loader with a sampler. It is also so if the script
-    makes a DistributedSampler, and nothing calls the function around ``call``, which is not in ``ENTRY_POINTS``.
+    makes a DistributedSampler, and ``call`` is in a function that nothing calls and that is not in ``ENTRY_POINTS``.
     """
     for other in source.calls:
         samples = keyword(other, "sampler") is not None and last_name(other.func).endswith("DataLoader")
