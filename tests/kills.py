@@ -90,9 +90,9 @@ sys.exit(dualtrain.main.main())
 """
 
 
-def kills(first: int) -> list[tuple[int, str, int]]:
-    """Return one kill (rank, phase, call) per phase. Ranks alternate from ``first`` on, except in phases ``OF_RANK_0``."""
-    ranks = [0 if phase in OF_RANK_0 else (first + number) % 2 for number, phase in enumerate(PHASES)]
+def kills(first_rank: int) -> list[tuple[int, str, int]]:
+    """Return one kill (rank, phase, call) per phase. Ranks alternate from ``first_rank`` on, except in ``OF_RANK_0``."""
+    ranks = [0 if phase in OF_RANK_0 else (first_rank + number) % 2 for number, phase in enumerate(PHASES)]
     return [(rank, phase, 1 if phase in ONCE else 2) for rank, phase in zip(ranks, PHASES, strict=True)]
 
 

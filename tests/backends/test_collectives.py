@@ -508,8 +508,8 @@ def alltoall_by_splits(backend):
         everyone = [data(rank, sum(splits[rank]) + unsent, 2) for rank in range(backend.size)]
         parts = [each[: sum(s)].split(s)[backend.rank] for each, s in zip(everyone, splits, strict=True)]
         mine = splits[backend.rank]
-        for given in (mine, tuple(mine), torch.tensor(mine), torch.tensor(mine, dtype=torch.int32)):
-            rows, received = backend.alltoall(everyone[backend.rank], given, "x")
+        for argument in (mine, tuple(mine), torch.tensor(mine), torch.tensor(mine, dtype=torch.int32)):
+            rows, received = backend.alltoall(everyone[backend.rank], argument, "x")
             check(rows, torch.cat(parts))
             assert received.tolist() == [len(part) for part in parts]
             assert (received.dtype, received.device.type) == (torch.int32, "cpu")
@@ -925,7 +925,7 @@ def test_a_call_during_a_call_of_another_thread_is_an_error(many):
 
 
 class RootWithCalls:
-    """A root that makes calls when it is read, as a signal handler or finalizer does that runs during the broadcast."""
+    """A root that makes calls when it is read, like a signal handler or finalizer that runs during the broadcast."""
 
     def __init__(self, backend):
         self.backend, self.channel, self.messages = backend, backend.channel(), []
@@ -1238,7 +1238,10 @@ def test_a_call_after_different_numbers_of_sums_is_refused_on_every_rank():
 
 
 def counted_sums(backend):
-    """Choose the group for a sum on a simulated GPU, and start a sum on the CPU; return both ``sums_among_calls``."""
+    """Choose the groups for a call and for a sum on a simulated GPU, and start a sum on the CPU.
+
+    Return ``sums_among_calls`` of the GPU and of the CPU.
+    """
     gpu = types.SimpleNamespace(is_cpu=False, is_cuda=True)
     backend._nccl, before = gpu, backend._nccl
     try:
@@ -1286,14 +1289,14 @@ def sum_after_an_asynchronous_call(backend):
     reducer = GradientReducer([("weight", weight)], backend)
     weight.sum().backward()  # the first backward pass makes calls of its own
 
-    def late(tensor, op, name):
+    def start_late(tensor, op, name):
         if backend.rank == 0 and name == "late":
             time.sleep(0.2)
         work = start(tensor, op, name)
         started.set()
         return work
 
-    backend.start_allreduce = late
+    backend.start_allreduce = start_late
     work, weight.grad = backend.allreduce_async(torch.ones(3), "sum", "late"), None
     if backend.rank:
         assert started.wait(20)

@@ -54,7 +54,7 @@ def new_world(request: pytest.FixtureRequest) -> Iterator[Pool]:
 
 
 def call_until_failure(backend, call):
-    """Repeat ``call`` until it fails; return the error, and the durations of the failed call and of one more call."""
+    """Repeat ``call`` until it fails; return the error's text, and how long the failed call and one more took."""
     success = time.monotonic()
     with pytest.raises(BackendError) as caught:  # noqa: PT012 - any of the calls may be the first to fail
         for _ in range(100_000):
@@ -168,7 +168,7 @@ class _Multiline:
 
 
 def reported(backend):
-    """Wait until another rank has failed, and return the report."""
+    """Wait until another rank has failed or left, and return the report."""
     assert wait_until(lambda: backend.watch.failure is not None)
     return backend.watch.failure.describe()
 
@@ -659,7 +659,7 @@ def test_each_callback_is_called_once_with_a_failure_that_is_found_later_or_know
     assert "in the callback" in caplog.text
     assert "left in a callback" in caplog.text
     with pytest.raises(ValueError, match="in the callback"):
-        watch.add_callback(fail)  # the caller's own thread
+        watch.add_callback(fail)  # called at once, in this thread, so the error is raised here
 
 
 def leave_without_failure(backend):

@@ -992,7 +992,7 @@ def test_a_contender_that_fails_twice_is_left_out_of_later_rounds(tmp_path, monk
 def run_with(monkeypatch, tmp_path, plan, good_starts=None):
     """Run ``plan`` without processes; return the started modules with their options, in order, and the results.
 
-    ``good_starts`` maps a contender to the number of starts after which it fails.
+    ``good_starts`` maps a module with its option to the number of starts after which it fails. The others never fail.
     """
     calls = []
 
@@ -1123,12 +1123,12 @@ def test_a_round_that_would_not_end_in_time_is_not_begun(tmp_path, monkeypatch):
     assert "1 of 7 rounds" in said[-1]
 
 
-def rounds_at(monkeypatch, tmp_path, start_seconds, step, seconds, max_fraction=1.0):
+def rounds_at(monkeypatch, tmp_path, start_seconds, times, limit, max_fraction=1.0):
     """Run rounds of three contenders on a simulated clock; return the results, sample counts, the end time and the log.
 
-    Each start of a contender takes ``start_seconds``, plus the time of its steps. ``step`` lists the seconds of one step of
-    ``resnet18``, one value per round; its last value is used for all later rounds. ``seconds`` is the time limit for all
-    rounds, and ``max_fraction`` the largest fraction of the steps that a round takes.
+    Each start of a contender takes ``start_seconds``, plus the time of its steps. ``times`` lists the seconds of one step
+    of ``resnet18``, one value per round; its last value is used for all later rounds. ``limit`` is the time limit for all
+    rounds in seconds, and ``max_fraction`` the largest fraction of the steps that a round takes.
     """
     clock = [0.0]
     said: list[str] = []
@@ -1136,7 +1136,7 @@ def rounds_at(monkeypatch, tmp_path, start_seconds, step, seconds, max_fraction=
     calls = []
 
     def run_entry(entry, jobs, spec, step_fraction):
-        step_seconds = step[min(len(calls) // len(names), len(step) - 1)]
+        step_seconds = times[min(len(calls) // len(names), len(times) - 1)]
         calls.append(entry.title)
         clock[0] += start_seconds + step_seconds * Task("resnet18", CPU, step_fraction).steps
         return [{"rank": 0, "size": 2, "job": "resnet18", "seconds": step_seconds, "first": -60.0, "sha256": "a"}]
@@ -1144,7 +1144,7 @@ def rounds_at(monkeypatch, tmp_path, start_seconds, step, seconds, max_fraction=
     for one in (pace, measure):
         monkeypatch.setattr(one, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     monkeypatch.setattr(measure, "run_entry", run_entry)
-    plan = Plan(names, ("resnet18",), ROUNDS, max_fraction, seconds)
+    plan = Plan(names, ("resnet18",), ROUNDS, max_fraction, limit)
     found = measure.measure(plan, LaunchSpec(2, "cpu", tmp_path), said.append)
     return found, [found.count(name) for name in names], clock[0], said
 

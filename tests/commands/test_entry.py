@@ -139,8 +139,8 @@ except KeyboardInterrupt:
 @pytest.mark.parametrize("rank", ["0", "1", None], ids=["rank 0", "rank 1", "parent"])
 @pytest.mark.parametrize("command", [["dualtrain.main"], ["dualtrain", "train"]])
 def test_imports_show_progress_and_a_ctrl_c_prints_one_line_for_the_job(tmp_path, command, rank):
-    given = {"rank": "1", "process": "getppid"} if rank is None else {"rank": rank, "process": "getpid"}
-    (tmp_path / "torch.py").write_text(INTERRUPTED.format(**given))
+    values = {"rank": "1", "process": "getppid"} if rank is None else {"rank": rank, "process": "getpid"}
+    (tmp_path / "torch.py").write_text(INTERRUPTED.format(**values))
     rank_variables = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
     rank_variables |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     if rank is None:  # rank 1 interrupts its parent: the command that starts the ranks

@@ -179,7 +179,7 @@ def test_wrong_variables_and_a_missing_launcher_are_refused_in_one_line(name, tm
         ("HOSTS=one:x,two has the entry 'one:x': write each host as a name, or as name:ranks", {"HOSTS": "one:x,two"}),
         ("HOSTS=one,,two has the entry ':2'", {"HOSTS": "one,,two"}),
         ("HOSTS=one two has the entry 'one two:2'", {"HOSTS": "one two"}),
-        ("HOSTS=one two has the entry 'one two:2'", {"HOSTS": "one\ntwo"}),  # as in a file of hosts
+        ("HOSTS=one two has the entry 'one two:2'", {"HOSTS": "one\ntwo"}),  # a file of hosts has one host per line
         (f"no {name} found: run bash launch/setup.sh", {"DUALTRAIN_VENV": "/nowhere", "PATH": str(tmp_path)}),
     ]
     for message, variables in cases:

@@ -24,7 +24,7 @@ INDEX = "torch (2.15.0)\nAvailable versions: 2.15.0, 2.6.0, 2.5.1"
 
 # Fake interpreter: `-m venv` copies it to bin/python and bin/torchrun. For pip, pytest and torchrun, it runs the test's
 # file of that name. The query of package versions prints fixed values. All other calls go to Python. If such a call's first
-# argument begins with "-", Python runs it only once: later calls with the same arguments print the saved output.
+# argument begins with "-", and it has succeeded, later calls with the same arguments only print its saved output.
 PYTHON = """#!/bin/bash
 here={folder}
 {once}

@@ -126,15 +126,15 @@ def test_an_adasum_optimizer_steps_with_clipped_gradients(real):
     np.testing.assert_allclose(real(clipped), [[-0.6, -0.8]] * 2, atol=1e-5)
 
 
-def frozen_step(backend, everywhere):
+def frozen_step(backend, on_every_rank):
     """Freeze all parameters of an Adasum optimizer, on every rank or only on rank 0, and take a step."""
     with library(backend) as hvd:
         weights = torch.nn.Parameter(torch.zeros(1))
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weights], lr=1.0), [("weights", weights)], op=hvd.Adasum)
         weights.sum().backward()
         optimizer.step()
-        weights.requires_grad_(not everywhere and hvd.rank() > 0)
-        if everywhere:
+        weights.requires_grad_(not on_every_rank and hvd.rank() > 0)
+        if on_every_rank:
             optimizer.step()
         else:
             with pytest.raises(hvd.HorovodInternalError):
@@ -142,9 +142,9 @@ def frozen_step(backend, everywhere):
 
 
 @worlds(("torch", 2))
-@pytest.mark.parametrize("everywhere", [True, False])
-def test_an_adasum_optimizer_steps_with_frozen_parameters_only_if_every_rank_froze_them(real, everywhere):
-    real(frozen_step, everywhere)
+@pytest.mark.parametrize("on_every_rank", [True, False])
+def test_an_adasum_optimizer_steps_with_frozen_parameters_only_if_every_rank_froze_them(real, on_every_rank):
+    real(frozen_step, on_every_rank)
 
 
 class Plain(torch.optim.SGD):
@@ -176,9 +176,9 @@ def test_an_adasum_optimizer_calls_the_closure_with_gradients_enabled(real):
 
 
 def scaled(backend):
-    """Call ``scaler.step`` without and with a fused optimizer. In step 1, the gradient of rank 0 is infinite.
+    """Call ``scaler.step`` with an optimizer that is not fused, which is refused, then with a fused optimizer.
 
-    The fused step of rank 0 then contributes no change.
+    In step 1, the gradient of rank 0 is infinite. The fused step of rank 0 then contributes no change.
     """
     with library(backend) as hvd:
         for fused in (False, True):

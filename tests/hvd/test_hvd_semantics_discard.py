@@ -104,7 +104,7 @@ def without_backward(backend, op, steps_before):
         if rank != 1:
             program.backward(100.0)
         program.discard()
-        hvd.barrier()  # rank 1 may begin its next step only after it knows of the discarded one
+        hvd.barrier()  # rank 1 must know of the discarded step before it begins its next one
         for _ in range(2):
             assert program.step(rank + 1.0) == expected
 

@@ -110,7 +110,7 @@ def test_ranks_can_join_repeatedly_and_make_calls_afterwards(real):
     real(afterwards)
 
 
-def optimizers(backend, divide_by, op_name, passes, on_cpu=True):
+def uneven_steps(backend, divide_by, op_name, passes, on_cpu=True):
     """Take 2 + r steps on rank r. A rank joins after its last step, and contributes zeros to later steps."""
     # With on_cpu=False, the optimizer runs its code for GPUs: it reads the number of joined ranks only if a rank may have
     # joined.
@@ -156,13 +156,13 @@ def optimizers(backend, divide_by, op_name, passes, on_cpu=True):
 )
 @OURS
 def test_optimizers_step_while_a_rank_has_joined(real, divide_by, op, passes, on_cpu):
-    real(optimizers, divide_by, op, passes, on_cpu)
+    real(uneven_steps, divide_by, op, passes, on_cpu)
 
 
-def equal_names(backend, ops, backwards):
+def equal_names(backend, ops, pass_order):
     """Join on rank 1 without any step. The other ranks step two optimizers of parameters with the same name.
 
-    Each optimizer steps after two backward passes; ``backwards`` is the order of these passes. After ``join``, all ranks
+    Each optimizer steps after two backward passes; ``pass_order`` is the order of these passes. After ``join``, all ranks
     step both optimizers.
     """
     with library(backend) as hvd:
@@ -182,7 +182,7 @@ def equal_names(backend, ops, backwards):
                     optimizer.zero_grad()
 
         if me != 1:
-            step(backwards)
+            step(pass_order)
         hvd.join()
         before = p.tolist() + q.tolist()
         step("pqpq")
@@ -191,12 +191,12 @@ def equal_names(backend, ops, backwards):
 
 
 @pytest.mark.parametrize(
-    ("ops", "backwards"),
+    ("ops", "pass_order"),
     [(("Sum", "Sum"), "qqpp"), (("Sum", "Sum"), "pqqp"), (("Max", "Max"), "qqpp"), (("Sum", "Max"), "qqpp")],
 )
 @OURS
-def test_a_joined_rank_takes_part_with_the_optimizer_that_the_other_ranks_use(real, ops, backwards):
-    real(equal_names, ops, backwards)
+def test_a_joined_rank_takes_part_with_the_optimizer_that_the_other_ranks_use(real, ops, pass_order):
+    real(equal_names, ops, pass_order)
 
 
 def after_a_join(backend):
@@ -409,7 +409,7 @@ def test_a_rank_may_join_after_a_backward_pass_without_a_step(real, backward_pas
 
 
 def with_a_freed_optimizer(backend):
-    """Join after the optimizer was freed, while rank 0 is still between the last backward pass and the step."""
+    """Join after the optimizer was freed. Rank 0 does so late: it waits between the last backward pass and the step."""
     with library(backend) as hvd:
 
         def train_and_free():

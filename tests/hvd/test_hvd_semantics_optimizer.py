@@ -244,7 +244,7 @@ def test_checks_that_recognize_hvd_objects_have_the_same_results_as_with_horovod
 
 
 def wrapped_anew(backend):
-    """Continue training with a second optimizer while the first one still exists."""
+    """Continue training with two new optimizers, then an Adasum optimizer, while the first one still exists."""
     with library(backend) as hvd:
         torch.manual_seed(0)
         model = nn.Linear(2, 2)

@@ -18,7 +18,7 @@ from tests.launch.jobs import QUICK, processes, rank_of, summary
 from tests.pool import ROOT, free_port
 
 KILLS = 8  # number of killed ranks, four of each agent
-SECONDS = 90.0  # for any wait, on a busy machine
+SECONDS = 90.0  # for each wait, on a busy machine; three times as long for the end of a run
 FLAGS = ["--virtual-ranks", "2", "--global-batch-size", "16", "--lr", "0.01", "--epochs", "40", "--checkpoint-every", "5"]
 FLAGS += ["--log-every", "1", "--timeout", "30"]
 
@@ -30,8 +30,8 @@ AGENT_ENV = {**QUICK, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 class Agent:
     """One of the two agents. Each starts one rank; the first agent serves the rendezvous."""
 
-    def __init__(self, first: bool, port: int, folder: Path, log: Path) -> None:
-        rendezvous = f"is_host={int(first)},last_call_timeout=3,join_timeout=60,keep_alive_interval=1"
+    def __init__(self, is_first: bool, port: int, folder: Path, log: Path) -> None:
+        rendezvous = f"is_host={int(is_first)},last_call_timeout=3,join_timeout=60,keep_alive_interval=1"
         command = ["torchrun", "--nnodes=1:2", "--nproc_per_node=1", f"--max-restarts={2 * KILLS}", "--rdzv-backend=c10d"]
         command += [f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=restarts", f"--rdzv-conf={rendezvous}"]
         command += ["--monitor-interval=0.1", "-m", "dualtrain.main", *FLAGS, "--run-dir", str(folder), "--resume", "auto"]
@@ -88,7 +88,7 @@ def test_a_job_of_two_agents_survives_killed_ranks_and_a_killed_agent(folder, tm
         """Return whether there are ``count`` recoveries or more, and over ``earlier_starts`` starts on ``ranks`` ranks."""
         return len(events(folder, "recovery")) >= count and starts_on(ranks) > earlier_starts
 
-    agents = [Agent(first, port, folder, log) for first in (True, False)]
+    agents = [Agent(is_first, port, folder, log) for is_first in (True, False)]
     try:
         for number in range(KILLS):
             # Wait for new steps: three failures after the same step would end the run.

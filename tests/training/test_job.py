@@ -129,7 +129,7 @@ def test_a_restarted_job_prefers_checkpoints_of_its_run_to_the_file_that_resume_
     folder = earlier if same_folder else tmp_path / "run"
     flags = "--run-dir", str(folder), "--resume", str(file)
 
-    def interrupt(run: loop.Run, found: start.Start) -> None:
+    def interrupt(run: loop.Run, run_start: start.Start) -> None:
         raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch:

@@ -284,7 +284,10 @@ def test_the_results_have_no_accuracy_if_the_targets_are_not_class_indices(loss)
 
 
 def trained_on_mixed_targets(backend):
-    """Train on batches with class indices and, on the last rank, one batch with probabilities, as MixUp makes them."""
+    """Evaluate and train on batches with class indices and, on the last rank, one with probabilities, as MixUp makes them.
+
+    Return the names of the metrics of the training and of the evaluation.
+    """
     inputs, targets = batch()
     parts = [(inputs, targets)] * 5
     if backend.rank == backend.size - 1:

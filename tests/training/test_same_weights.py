@@ -167,7 +167,7 @@ def test_weights_may_differ_outside_the_optimizer_and_after_close():
         trainer = Trainer(model, torch.optim.SGD([model.weight], 0.1), mse_loss, backend=backend)
         model.bias.data += backend.rank
         trainer.step([data(backend)], 16.0)
-        trainer.optimizer.param_groups[0]["lr"] = None  # as in an optimizer that computes its learning rate
+        trainer.optimizer.param_groups[0]["lr"] = None  # optimizers that compute their learning rate do this
         trainer.evaluate([data(backend)])
         trainer.close()
         model.weight.data += backend.rank

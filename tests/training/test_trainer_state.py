@@ -319,7 +319,7 @@ def test_a_resume_is_refused_if_ranks_load_different_files(many, kind, tmp_path)
 
 
 class Centred(nn.Module):
-    """A loss with a buffer that each step changes."""
+    """A loss with a buffer that each call changes."""
 
     def __init__(self):
         super().__init__()
@@ -547,9 +547,9 @@ def test_a_trainer_that_averages_weights_resumes_a_model_that_registers_a_buffer
 
 
 class Changing(nn.Module):
-    """A model whose forward passes replace its buffer ``table``, and register buffers of its layers.
+    """A model whose first two forward passes replace its buffer ``table``. Its passes also register buffers of its layers.
 
-    The buffer ``mask`` is registered only in evaluations.
+    Evaluations register ``mask``. Training passes register ``scale`` twice, unless ``table`` is still empty.
     """
 
     def __init__(self):

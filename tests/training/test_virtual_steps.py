@@ -304,7 +304,7 @@ def test_the_first_batch_of_a_step_may_have_no_samples():
 
 
 def without_samples_on_rank_0(backend):
-    """Train with a loss that is a mean over elements. In the first step, the last rank has all samples."""
+    """Take a step with a loss that is a mean over elements. The last rank has all samples."""
     trainer = trainer_with(seeded(nn.Linear(4, 3)), backend, shards=None, loss=nn.MSELoss())
     x, y = samples()[0], vectors(8, 12)[:, :3]
     mine = slice(0 if backend.rank == backend.size - 1 else 12, 12)
