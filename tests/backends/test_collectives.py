@@ -278,8 +278,8 @@ def test_results_have_no_autograd_history_and_leaf_tensors_may_be_reduced_in_pla
 def same_bits_everywhere(backend):
     """Compare the results of ``allreduce`` between the ranks, and with those of the primitive ``start_allreduce``.
 
-    ``allreduce`` uses this primitive only for long tensors. Short tensors are sent in the messages that compare the ranks'
-    calls.
+    With the torch backend, ``allreduce`` uses this primitive only for long tensors. Short tensors are sent in the messages
+    that compare the ranks' calls.
     """
     mine = torch.randn(270_000, generator=torch.Generator().manual_seed(backend.rank))
     mine[7::50] = math.copysign(0.0, backend.rank - 1)
@@ -826,9 +826,9 @@ def test_connect_does_not_use_the_default_device_of_torch():
 
 
 def calls_in_any_mode(backend, inference_tensor, mode):
-    """Make collective calls in ``mode``, on short and long tensors, created in inference mode if ``inference_tensor``."""
+    """Make collective calls in ``mode``, on tensors of two lengths, created in inference mode if ``inference_tensor``."""
     size = backend.size
-    for count in (2 * size, 2000 * size):  # a short tensor is reduced during the comparison of the calls
+    for count in (2 * size, 2000 * size):
         with torch.inference_mode(inference_tensor):
             mine, narrow = torch.ones(count), torch.ones(count, dtype=torch.bfloat16)
             sent = torch.full((2, count), float(backend.rank)).t()

@@ -821,9 +821,9 @@ def test_the_ranks_flag_accepts_numbers_of_ranks_and_nodes_x_ranks():
     assert layouts_of("4x2,8, 2,2x4,8") == (Layout(1, 2), Layout(1, 8), Layout(2, 4), Layout(4, 2))
     assert [str(layout) for layout in LAYOUTS] == ["2", "4", "8", "16", "32", "2x4", "4x4"]
     assert [layout.ranks for layout in LAYOUTS] == [2, 4, 8, 16, 32, 8, 16]
-    for given in ("", "2,", "1", "1x1", "0x4", "65x2", "64x17", "2x", "-2", "2x2x2", "²"):
+    for value in ("", "2,", "1", "1x1", "0x4", "65x2", "64x17", "2x", "-2", "2x2x2", "²"):
         with pytest.raises(UserError, match="--ranks must be"):
-            layouts_of(given)
+            layouts_of(value)
 
 
 def test_virtual_nodes_that_cannot_be_made_are_reported_and_the_rest_is_measured(monkeypatch, tmp_path):
@@ -956,10 +956,10 @@ def test_processes_that_outlive_their_leader_are_ended(tmp_path):
 def test_if_a_rank_cannot_be_started_the_started_ranks_are_ended(tmp_path, monkeypatch):
     started, start = [], start_contender.subprocess.Popen
 
-    def start_one(*given, **named):
+    def start_one(*args, **options):
         if started:
             raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-        started.append(start(*given, **named))
+        started.append(start(*args, **options))
         return started[0]
 
     monkeypatch.setattr(start_contender.subprocess, "Popen", start_one)
