@@ -297,20 +297,20 @@ def trained_in_two_phases(wrap, ranks, change):
     return model[1].weight, kept[0]
 
 
-def wrapped_with_more(backend, change, named):
+def wrapped_with_more(backend, change, with_names):
     with library(backend, HOROVOD_FUSION_THRESHOLD="4") as hvd:
-        wrap = lambda sgd, params: hvd.DistributedOptimizer(sgd, params if named else None)  # noqa: E731
+        wrap = lambda sgd, params: hvd.DistributedOptimizer(sgd, params if with_names else None)  # noqa: E731
         weight, old = trained_in_two_phases(wrap, [hvd.rank()], change)
         with pytest.raises(RuntimeError, match="replaced by a new optimizer of some of its parameters"):
             old.step()
         return weight.tolist()
 
 
-@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("with_names", [True, False])
 @pytest.mark.parametrize("change", ["unfreeze", "replace"])
 @OURS_2
-def test_a_second_optimizer_may_have_parameters_that_the_first_does_not_have(real, change, named):
-    found = real(wrapped_with_more, change, named)
+def test_a_second_optimizer_may_have_parameters_that_the_first_does_not_have(real, change, with_names):
+    found = real(wrapped_with_more, change, with_names)
     expected, _ = trained_in_two_phases(lambda sgd, _: sgd, range(real.size), change)
     assert torch.allclose(torch.tensor(found), expected.detach().expand(real.size, 2, 2))
 
