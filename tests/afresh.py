@@ -15,7 +15,7 @@ from dualtrain.training.signals import is_ignored, take_early_request
 
 
 class AfreshContext:
-    """Replacement of multiprocessing's ``spawn`` context: forks, resets signal handlers, and closes descriptors."""
+    """Replacement of multiprocessing's ``spawn`` context: forks, resets signals, and closes close-on-exec descriptors."""
 
     def Process(  # noqa: N802 - multiprocessing's name
         self, target: Callable[..., Any], args: tuple[Any, ...], name: str

@@ -252,7 +252,7 @@ def no_environment_leaks() -> Iterator[None]:
 
 @pytest.fixture
 def import_hook(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Make ``import horovod`` import dualtrain during the test, even if an earlier test has imported Horovod itself."""
+    """Make ``import horovod`` import dualtrain, on torch's backend, even if an earlier test has imported Horovod."""
     from dualtrain.horovodize import imports
 
     for name in [name for name in sys.modules if name.partition(".")[0] == "horovod"]:

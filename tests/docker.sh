@@ -195,7 +195,8 @@ trained 2
 [ "$(find "$logs/runs" -name summary.json -user "$owner" | wc -l)" = 2 ] || fail "$logs/runs does not have two runs of user $owner"
 
 # SIGTERM, as a cluster's scheduler sends it: the ranks save and exit before SIGKILL.
-# stop_in_epoch_3 CONTAINER: stops the container once it has reached epoch 3, and checks that its ranks have saved.
+# stop_in_epoch_3 CONTAINER: stops the container once it has reached epoch 3, or after a minute, and checks that its ranks
+# have saved.
 stop_in_epoch_3() {
   local log=$logs/stopped-run status
   for _ in $(seq 60); do

@@ -130,7 +130,7 @@ HEAVY = [
     "tqdm",
 ]
 FILES = sorted(PACKAGE.rglob("*.py"))
-#: Training scripts that the bench measures, written as users of other libraries write them.
+#: Folder of training scripts that the bench measures, written as users of other libraries write them.
 SCRIPTS = PACKAGE / "bench" / "contenders"
 
 
@@ -177,7 +177,7 @@ def without_type_checking(path):
 def imports(path):
     """Yield the full names of the file's imports, also lazy ones, except those under ``if TYPE_CHECKING:``.
 
-    ``from a import b`` counts as ``a.b``.
+    ``from a import b`` counts as ``a.b``. Fails if an import is relative.
     """
     for node in without_type_checking(path):
         if isinstance(node, ast.Import):
@@ -194,7 +194,7 @@ def top_level(name):
 
 
 def layer_of(name, package):
-    """Return the index of the layer of a module, or of a name imported from it; ``None`` for the package itself."""
+    """Return the index of the layer of a module, or of a name imported from it; ``None`` for the package and its names."""
     inner = name.removeprefix(f"dualtrain.{package}").removeprefix(".").split(".")
     numbers = {each: number for number, names in enumerate(LAYERS[package]) for each in names}
     modules = (".".join(inner[:count]) for count in range(len(inner), 0, -1))
@@ -340,7 +340,10 @@ def test_an_overridden_private_name_is_found(tmp_path, monkeypatch):
 
 
 def uses_of(path, library):
-    """Return the uses of ``library`` in a file: imports, calls of ``import_module``, and dotted names."""
+    """Return the uses of ``library`` in a file: imports, calls of ``import_module``, and dotted names.
+
+    Uses under ``if TYPE_CHECKING:`` do not count.
+    """
     found = [name for name in imports(path) if name == library or name.startswith(f"{library}.")]
     for node in without_type_checking(path):
         if isinstance(node, ast.Attribute) and library.endswith(f".{node.attr}") and ast.unparse(node) == library:

@@ -46,7 +46,7 @@ def values(rank, count, dtype):
 
 
 def share_memory(backend, hosts):
-    """Return a shared-memory backend over threads of this process, as if the threads were on the given hosts."""
+    """Return a shared-memory backend over ``backend``, as if its ranks were on the given hosts (one entry per rank)."""
     backend.hosts = hosts
     backend.world = backend.world.placed(backend.rank, hosts)
     shared = factory._share_memory(backend, "shm")
@@ -232,7 +232,10 @@ def test_after_an_interruption_within_a_sum_all_later_sums_fail_on_every_rank(co
 
 
 def fails_in_a_sum(backend, second_error, report):
-    """On rank 0, raise an error in a sum, and ``second_error`` when its cause is sought. Later sums raise ``report``."""
+    """On rank 0, raise an error in a sum, and ``second_error`` when its cause is sought.
+
+    The errors of later sums end with ``report``.
+    """
     library, backend = backend, share_memory(backend, (0,) * backend.size)
     if backend.rank:
         backend.start_sum(torch.ones(3), "t")
@@ -341,7 +344,7 @@ def test_short_reductions_are_correct_after_mismatched_calls(shared):
 
 
 def different_sum(backend, name, count):
-    """Start a different sum on the last rank."""
+    """Start a sum on every rank, a different one on the last rank; return the error."""
     backend = share_memory(backend, (0,) * backend.size)
     last = backend.rank == backend.size - 1
     tensor = torch.ones(count if last else 3)

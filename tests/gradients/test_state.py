@@ -118,7 +118,8 @@ def test_tensors_of_every_dtype_and_layout_are_broadcast(typical):
 def mixed_layouts(backend):
     """Broadcast tensors in layouts that differ between ranks.
 
-    The first tensor has one byte, so the later tensors begin at odd offsets of the packed message.
+    The tensors are sent in the order of their names. ``flag`` has one byte, so ``weight`` begins at an odd offset of the
+    packed message.
     """
     layout = torch.channels_last if backend.rank % 2 else torch.contiguous_format
     tensors = OrderedDict(
@@ -242,7 +243,7 @@ def test_a_broadcast_or_average_of_no_tensors_is_allowed(typical):
 
 
 def in_chunks(backend):
-    """Send several chunks: some tensors are larger than a chunk, and two tensors share a chunk."""
+    """Broadcast tensors of 4 to 400 bytes. If a chunk has 100 bytes, some tensors are larger, and two share one."""
     tensors = [torch.full((n,), backend.rank + i, dtype=torch.float32) for i, n in enumerate((3, 100, 1, 20, 20, 50))]
     broadcast_parameters(tensors, backend, backend.size - 1)
     check(tensors, [torch.full_like(t, backend.size - 1 + i) for i, t in enumerate(tensors)])

@@ -1,4 +1,7 @@
-"""The coordinator without connections: tests pass messages to it, read its answers, and set its clock."""
+"""The coordinator without connections, and the reading of Horovod's variables.
+
+Tests pass messages to the coordinator, read its answers, and set its clock.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,10 @@ def wrapped(hvd, lr=1.0, name="p"):
 
 
 def uneven_backwards(backend, kind):
-    """Run one or two backward passes per rank; on some ranks, ``b`` may get no gradient. Every step has one exchange."""
+    """Run one or two backward passes per rank. Every step has one exchange.
+
+    If ``kind`` is "some" or "alternating", only one rank has a gradient of ``b``.
+    """
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         a, b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
@@ -45,6 +48,7 @@ def any_order(backend):
     """Run two optimizers in one order on rank 0, and in the reverse order on all other ranks.
 
     Then run one more backward pass. Rank 0 calls allreduce before this pass, and all other ranks call it after the pass.
+    Do all of this three times.
     """
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()

@@ -4,9 +4,9 @@
 #
 #   bash tests/launch/slurm.sh COMMAND…
 #
-# SLURM_CONF is set for the command. The exit status is that of the command, or 2 if a requirement is missing, 1 if Slurm does
-# not start, or 129, 130 or 143 after SIGHUP, SIGINT or SIGTERM. Needs root, and Debian's packages slurm-wlm and munge. The
-# nodes' names are in an /etc/hosts that is mounted only for Slurm and the command.
+# SLURM_CONF is set for the command. The exit status is that of the command, or 2 if the command or a requirement is missing, 1
+# if Slurm does not start, or 129, 130 or 143 after SIGHUP, SIGINT or SIGTERM. Needs root, and Debian's packages slurm-wlm and
+# munge. The nodes' names are in an /etc/hosts that is mounted only for Slurm and the command.
 set -euo pipefail
 
 refuse() { printf 'slurm.sh: error: %s\n' "$*" >&2; exit 2; }
