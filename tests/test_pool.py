@@ -81,7 +81,7 @@ def test_local_functions_are_refused(spmd):
         spmd(lambda backend: None)
 
 
-def test_threads_raise_the_exception_of_the_rank_that_failed_first():
+def test_run_threads_raises_the_error_of_the_failed_rank_and_not_the_errors_that_it_causes():
     with pytest.raises(KeyError, match="lost key"):
         run_threads(3, fails_on_last_rank, "key")
 

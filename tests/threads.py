@@ -53,9 +53,9 @@ class Room:
         self.mismatch: str | None = None
 
     def arrive(
-        self, rank: int, key: tuple[str, int], signature: tuple[Any, ...], tensors: Any, finish: Callable
+        self, rank: int, key: tuple[str, int], signature: tuple[Any, ...], values: Any, finish: Callable
     ) -> _Meeting:
-        """Join the call ``key``; the last rank that joins it calls ``finish`` with the values of all ranks, in rank order.
+        """Join the call ``key``; the last rank that joins it calls ``finish`` with all ranks' ``values``, in rank order.
 
         Raises:
             AssertionError: another rank has joined this call with a different ``signature``.
@@ -67,7 +67,7 @@ class Room:
                 self.changed.notify_all()
                 raise AssertionError(self.mismatch)
             meeting.signature = signature
-            meeting.arrived[rank] = tensors
+            meeting.arrived[rank] = values
             if len(meeting.arrived) == self.size:
                 finish([meeting.arrived[member] for member in range(self.size)])
                 meeting.ended = True
@@ -77,7 +77,7 @@ class Room:
 
 
 class _ThreadsWatch(Watch):
-    """A watch without sockets: a thread reports a failure by calling the other threads' watches."""
+    """A watch without sockets: to report a failure, a thread calls the other threads' watches; for a wait, all watches."""
 
     def __init__(self, backend: Backend, room: Room) -> None:
         self.room = room
@@ -196,13 +196,13 @@ class ThreadsBackend(Backend):
         """Do nothing, because nothing was opened."""
 
     def _start(
-        self, primitive: str, form: tuple[Any, ...], tensors: Any, finish: Callable, kind: str | None = None
+        self, primitive: str, form: tuple[Any, ...], values: Any, finish: Callable, kind: str | None = None
     ) -> _ThreadsWork:
-        for tensor in tensors if isinstance(tensors, tuple) else (tensors,):
-            assert not isinstance(tensor, torch.Tensor) or tensor.is_contiguous()
+        for value in values if isinstance(values, tuple) else (values,):
+            assert not isinstance(value, torch.Tensor) or value.is_contiguous()
         kind = kind or self._kind
         self._calls[kind] += 1
-        meeting = self.room.arrive(self.rank, (kind, self._calls[kind]), (primitive, *form), tensors, finish)
+        meeting = self.room.arrive(self.rank, (kind, self._calls[kind]), (primitive, *form), values, finish)
         return _ThreadsWork(self._waiting, meeting, f"{primitive} {form}")
 
 

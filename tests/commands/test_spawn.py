@@ -64,7 +64,7 @@ class Job(Forked):
     def await_ranks(self, count: int) -> None:
         assert wait_until(lambda: len(self.pids) == count), self.errors
 
-    def ended_by(self, number: int) -> bool:
+    def send_and_wait(self, number: int) -> bool:
         """Send a signal; return whether the job ends within 2 s.
 
         Tests repeat the call, because this signal and an earlier one may arrive as one signal.
@@ -130,8 +130,8 @@ def test_a_rank_that_fails_ends_the_job_and_gives_its_status(start, body, status
 
 
 def test_a_status_other_than_1_takes_precedence_if_several_ranks_fail(start):
-    both = f"{QUICK}; dualtrain.spawn.REPORT_SECONDS = {SECONDS}"  # both ranks end within this time
-    job = start(f"if rank == 1: return 1\ntime.sleep(0.1)\nreturn {TRY_AGAIN}", settings=both)
+    settings = f"{QUICK}; dualtrain.spawn.REPORT_SECONDS = {SECONDS}"  # both ranks end within this time
+    job = start(f"if rank == 1: return 1\ntime.sleep(0.1)\nreturn {TRY_AGAIN}", settings=settings)
     assert job.wait(SECONDS) == TRANSIENT[TRY_AGAIN] == 2
 
 
@@ -185,7 +185,7 @@ def test_a_second_signal_ends_ranks_that_ignore_the_first(start):
     job.await_ranks(2)
     job.send_signal(signal.SIGTERM)
     assert not wait_until(lambda: job.poll() is not None, 0.3)
-    assert wait_until(lambda: job.ended_by(signal.SIGTERM))
+    assert wait_until(lambda: job.send_and_wait(signal.SIGTERM))
     assert job.wait(SECONDS) == 143
 
 
@@ -435,7 +435,7 @@ def test_a_job_is_not_restarted_if_a_rank_survives_sigkill(monkeypatch, capsys):
 
 
 class LateRank:
-    """A rank whose exit status is None in the parent's last check for failed ranks, and 5 in all later reads."""
+    """A rank whose exit status is None when the parent first checks for failed ranks, and 5 in all later reads."""
 
     pid, reads = None, 0
 

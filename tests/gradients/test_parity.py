@@ -64,7 +64,7 @@ def ours(backend, case):
     return weights_sha256(model), len(optimizer.reducer.buckets)
 
 
-def ddp(backend, case):
+def with_ddp(backend, case):
     model = conv_net()
     backend.make_default_group()
     fit(DistributedDataParallel(model), make_optimizer(case[0], model), backend.rank, backend.size)
@@ -72,7 +72,7 @@ def ddp(backend, case):
     return weights_sha256(model)
 
 
-def horovods(backend, case):
+def with_horovods_optimizer(backend, case):
     import horovod.torch as hvd
 
     model = conv_net()
@@ -82,7 +82,7 @@ def horovods(backend, case):
 
 
 def by_hand(case, size):
-    """Return the hash of the weights of one process that adds the gradients of all ranks itself."""
+    """Return the hash of the weights of one process that averages the gradients of all ranks itself."""
     model = conv_net()
     optimizer = make_optimizer(case[0], model)
     for step in range(STEPS):
@@ -161,7 +161,7 @@ def test_two_ranks_give_the_same_bits_as_ddp_and_horovod(many, case, hashes):
     if many.name == "threads":
         assert digest == by_hand(case, many.size)
     else:
-        theirs = many({"torch": ddp, "shm": ddp, "horovod": horovods}[many.name], case)
+        theirs = many({"torch": with_ddp, "shm": with_ddp, "horovod": with_horovods_optimizer}[many.name], case)
         assert theirs == [digest] * many.size
 
 

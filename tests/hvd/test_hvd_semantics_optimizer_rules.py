@@ -71,7 +71,7 @@ def test_groups_may_be_generators(real):
 
 
 def rules(backend):
-    theirs = backend.name == "horovod"
+    on_horovod = backend.name == "horovod"
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         p, optimizer = wrapped(hvd)
@@ -135,8 +135,8 @@ def rules(backend):
         used.sum().backward()
         adam.step()
         again = hvd.DistributedOptimizer(adam, [("used", used)])
-        assert len(again.state) == (0 if theirs else 1)
-        assert again.defaults["lr"] == (0.001 if theirs else 0.5)
+        assert len(again.state) == (0 if on_horovod else 1)
+        assert again.defaults["lr"] == (0.001 if on_horovod else 0.5)
         assert again.param_groups[0]["lr"] == 0.5
         assert again.param_groups[0] is adam.param_groups[0]
         # Add a group after wrapping.
@@ -145,7 +145,7 @@ def rules(backend):
         ((p.sum() + r.sum()) * (me + 1)).backward()
         optimizer.step()
         # Horovod does not average the gradients of this group: ranks get different values without an error.
-        assert r.item() == (-me - 1 if theirs else -mean_of_ranks(size))
+        assert r.item() == (-me - 1 if on_horovod else -mean_of_ranks(size))
         # Weight decay also applies to a parameter that no rank uses.
         s, t = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
         decay = hvd.DistributedOptimizer(torch.optim.SGD([s, t], 0.1, weight_decay=1.0), [("s", s), ("t", t)])
@@ -180,7 +180,7 @@ def test_the_optimizer_follows_horovods_rules_except_for_known_differences(real)
 
 
 def broken_rules(backend):
-    """Change gradients between two synchronizations. Then step a second optimizer without any synchronization."""
+    """Change gradients between two synchronizations. Then step another optimizer without any synchronization."""
     with library(backend) as hvd, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         me, size = hvd.rank(), hvd.size()
@@ -510,8 +510,8 @@ def changes_in_a_hook(backend):
         cases = [("node", 2), ("before", 2), ("after", 2)]
         if backend.name != "horovod":  # Horovod may have sent the gradient before a later hook of the node runs
             cases += [("later node", 2), ("later node", 40000)]  # a large gradient is copied to its bucket early
-        for place, size in cases:
-            params = [nn.Parameter(torch.zeros(size)) for _ in range(2)]
+        for place, numel in cases:
+            params = [nn.Parameter(torch.zeros(numel)) for _ in range(2)]
             nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in params]
 
             def double(p):
@@ -526,7 +526,7 @@ def changes_in_a_hook(backend):
                     node.register_hook(lambda *_, p=p: double(p))
             if place == "before":
                 register()
-            named = [(f"{place}{size}.{number}", p) for number, p in enumerate(params)]
+            named = [(f"{place}{numel}.{number}", p) for number, p in enumerate(params)]
             optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, 1.0), named)
             if place == "after":
                 register()

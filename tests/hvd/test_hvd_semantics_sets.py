@@ -69,10 +69,10 @@ def several_sets(backend):
         x = torch.tensor([me + 1.0])
         mine = [s for s in sets if s.included()]
         mine = mine[::-1] if me == 1 else mine
-        made = {s.process_set_id: hvd.allreduce_async(x, name="x", op=hvd.Sum, process_set=s) for s in mine}
+        named = {s.process_set_id: hvd.allreduce_async(x, name="x", op=hvd.Sum, process_set=s) for s in mine}
         unnamed = {s.process_set_id: hvd.allgather_async(x, process_set=s) for s in mine}
         for s in mine:
-            assert hvd.synchronize(made[s.process_set_id]).item() == sum(r + 1 for r in s.ranks)
+            assert hvd.synchronize(named[s.process_set_id]).item() == sum(r + 1 for r in s.ranks)
             assert hvd.synchronize(unnamed[s.process_set_id]).tolist() == [r + 1 for r in s.ranks]
         # If ranks disagree on a set, it is not added.
         with pytest.raises(hvd.mpi_ops.HorovodInternalError, match="ranks"):

@@ -116,12 +116,12 @@ def test_a_resume_from_an_earlier_checkpoint_restores_its_best_evaluation(tmp_pa
 @pytest.fixture
 def unreadable_best(tmp_path, monkeypatch):
     """Yield the folder of an ended run. During the test, its best checkpoint cannot be read (a stale NFS handle)."""
-    opened = files.open_regular
+    open_regular = files.open_regular
 
     def stale(path: Any) -> Any:
         if Path(path).name == checkpoint.BEST and Path(path).exists():
             raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
-        return opened(path)
+        return open_regular(path)
 
     train(tmp_path, 3)
     with monkeypatch.context() as patch:
@@ -214,9 +214,9 @@ def test_training_continues_on_a_full_disk_and_the_run_then_ends_with_an_error(t
 
 
 @pytest.mark.parametrize(
-    ("full", "then"), [("step", "start again with the same command"), ("step-00000003", "continue fr")]
+    ("part", "cure"), [("step", "start again with the same command"), ("step-00000003", "continue fr")]
 )
-def test_a_stopped_run_without_a_new_checkpoint_says_how_to_continue(tmp_path, monkeypatch, full, then):
+def test_a_stopped_run_without_a_new_checkpoint_says_how_to_continue(tmp_path, monkeypatch, part, cure):
     step = loop.Run._step
 
     def signalled(run: loop.Run) -> list[float]:
@@ -225,11 +225,11 @@ def test_a_stopped_run_without_a_new_checkpoint_says_how_to_continue(tmp_path, m
         return step(run)
 
     monkeypatch.setattr(loop.Run, "_step", signalled)
-    fill_disk(monkeypatch, full)
+    fill_disk(monkeypatch, part)
     reason = (
         r"and its checkpoint could not be written \(No space left on device\): free space on the disk of the run folder"
     )
-    with pytest.raises(StoppedError, match=f"SIGTERM ended the run after step 3 of 4, {reason}, then {then}"):
+    with pytest.raises(StoppedError, match=f"SIGTERM ended the run after step 3 of 4, {reason}, then {cure}"):
         train(tmp_path, 2)
 
 
