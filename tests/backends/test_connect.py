@@ -45,7 +45,7 @@ from tests.pool import free_port
 
 PAIR = World(0, 2, 0, 2, launcher="environment", rendezvous=("127.0.0.1", 1))
 ALONE = World(launcher="environment")
-ELSEWHERE = World(1, 2, 1, 2, launcher="srun", rendezvous=("127.0.0.1", 1))
+RANK_1_OF_SRUN = World(1, 2, 1, 2, launcher="srun", rendezvous=("127.0.0.1", 1))
 
 
 def test_the_refusal_of_an_unknown_backend_lists_the_known_backends():
@@ -230,7 +230,7 @@ import json, os, sys
 from importlib.util import find_spec
 os.environ["HOROVOD_CONTROLLER"] = os.environ["HOROVOD_CPU_OPERATIONS"] = "gloo"
 from dualtrain.launchers import World
-from tests.backends.test_connect import ALONE, ELSEWHERE, refusal
+from tests.backends.test_connect import ALONE, RANK_1_OF_SRUN, refusal
 class Missing:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == "horovod":
@@ -243,7 +243,7 @@ if find_spec("horovod"):
     said["port"] = refusal("horovod", World(0, 2, 0, 2, launcher="environment", rendezvous=address))
     import horovod.torch as hvd
     hvd.init()
-    said["found"] = refusal("horovod", ELSEWHERE)
+    said["size"] = refusal("horovod", RANK_1_OF_SRUN)
 print(json.dumps(said))
 """
 
@@ -350,11 +350,11 @@ def test_a_missing_mpi4py_is_named(monkeypatch):
 def test_a_world_size_that_differs_from_the_launchers_world_size_is_refused(name, request):
     if name == "horovod":
         require_horovod()
-        said = request.getfixturevalue("horovod_errors")["found"]
+        said = request.getfixturevalue("horovod_errors")["size"]
     else:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
         try:
-            said = refusal("torch", ELSEWHERE)
+            said = refusal("torch", RANK_1_OF_SRUN)
         finally:
             torch.distributed.destroy_process_group()
     assert f"the {name} backend is rank 0 of 1, but srun started this process as rank 1 of 2" in said
@@ -460,7 +460,7 @@ def test_connect_names_the_different_transports_of_the_ranks(pool):
 
 
 def longest_short_data(backend, port, cores):
-    """Return, for a new world on ``cores`` cores and for its group, how many bytes are sent with a comparison at most."""
+    """Return, for a new world on ``cores`` cores and for its group, the most bytes sent with a comparison of calls."""
     world = replace(backend.world, rendezvous=("127.0.0.1", port))
     with (
         mock.patch("os.sched_getaffinity", return_value=set(range(cores))),
@@ -718,17 +718,17 @@ def test_a_default_group_that_cannot_be_made_is_an_error_of_one_line(monkeypatch
 def free_of_the_default_group(backend, port):
     """Open a world, make a default group that has no backend for CPU tensors, and open two more worlds."""
     dist = torch.distributed
-    there = {"rank": backend.rank, "world_size": backend.size, "init_method": f"tcp://127.0.0.1:{port}"}
-    again = replace(backend.world, rendezvous=("127.0.0.1", port))
+    options = {"rank": backend.rank, "world_size": backend.size, "init_method": f"tcp://127.0.0.1:{port}"}
+    world = replace(backend.world, rendezvous=("127.0.0.1", port))
     backend.barrier()
     assert not dist.is_initialized()
-    with connect("torch", world=again) as first:
+    with connect("torch", world=world) as first:
         # The port of a rendezvous is free again once all ranks have joined.
-        dist.init_process_group("cuda:gloo", **there)
+        dist.init_process_group("cuda:gloo", **options)
         with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
             dist.all_reduce(torch.ones(1))
         # Now the store of the program's default group listens at this port.
-        with connect("torch", world=again) as second:
+        with connect("torch", world=world) as second:
             for each in (first, second, second.group(range(backend.size))):
                 total = each.allreduce(torch.tensor([float(each.rank + 1)]), "sum")
                 assert total.tolist() == [sum(range(1, backend.size + 1))]

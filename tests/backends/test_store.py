@@ -106,8 +106,8 @@ def test_a_server_that_can_start_no_thread_for_a_client_names_the_limit(job, mon
 @pytest.mark.parametrize("end", ["server", "client"])
 def test_the_store_behaves_like_torchs_hash_store(job, end, join):
     server, port = job
-    end_of = server if end == "server" else join([port], 1)
-    ours, theirs = _JobStore(end_of, 5.0), dist.HashStore()
+    endpoint = server if end == "server" else join([port], 1)
+    ours, theirs = _JobStore(endpoint, 5.0), dist.HashStore()
     for each in (ours, theirs):
         each.set("bytes", bytes(range(256)))
         each.set("text", "words")
@@ -123,7 +123,7 @@ def test_the_store_behaves_like_torchs_hash_store(job, end, join):
     ]
     for step in steps:
         assert step(ours) == step(theirs)
-    for waits in (lambda s: s.wait(["never"], timedelta(seconds=0.1)), lambda s: _JobStore(end_of, 0.1).get("never")):
+    for waits in (lambda s: s.wait(["never"], timedelta(seconds=0.1)), lambda s: _JobStore(endpoint, 0.1).get("never")):
         with pytest.raises(dist.DistStoreError, match=r"no process has set 'never' within 0.1 s"):
             waits(ours)
 
@@ -173,7 +173,7 @@ def test_the_secret_is_not_sent_and_a_proof_cannot_be_replayed(job, join):
             join([impostor.getsockname()[1]], 1, timeout=1.0)
         thread.join()
     assert b"the secret" not in said[0]
-    with socket.create_connection((LOCAL, port), 5.0) as again, again.makefile("rwb") as lines:
+    with socket.create_connection((LOCAL, port), 5.0) as connection, connection.makefile("rwb") as lines:
         lines.readline()
         lines.write(said[0])
         lines.flush()
@@ -340,15 +340,15 @@ def test_a_call_after_an_interrupted_call_receives_no_reply_of_the_earlier_reque
 
 def test_the_http_store_for_horovod_refuses_requests_without_the_secret():
     server = HttpStore(LOCAL)
-    at = f"http://{LOCAL}:{server.port}"
-    known = f"http://{server.url_prefix}:{server.port}/scope/key"
+    url = f"http://{LOCAL}:{server.port}"
+    url_with_secret = f"http://{server.url_prefix}:{server.port}/scope/key"
     try:
-        urllib.request.urlopen(urllib.request.Request(known, b"value", method="PUT"), timeout=5).close()
-        with urllib.request.urlopen(known, timeout=5) as answer:
+        urllib.request.urlopen(urllib.request.Request(url_with_secret, b"value", method="PUT"), timeout=5).close()
+        with urllib.request.urlopen(url_with_secret, timeout=5) as answer:
             assert answer.read() == b"value"
         for path, method in (("/scope/key", "GET"), ("/0:1/scope/key", "PUT"), ("/", "DELETE")):
             with pytest.raises(urllib.error.HTTPError, match="403"):
-                urllib.request.urlopen(urllib.request.Request(at + path, b"x", method=method), timeout=5)
+                urllib.request.urlopen(urllib.request.Request(url + path, b"x", method=method), timeout=5)
         assert list(server.values.values()) == [b"value"]
     finally:
         server.close()

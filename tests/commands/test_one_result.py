@@ -128,9 +128,10 @@ def test_a_run_is_not_compared_with_itself(tmp_path, capsys):
 
 # -- the script ---------------------------------------------------------------------------------------------------
 
-#: Fake of python, torchrun, horovodrun and mpirun. It logs its command line and writes the summary of a run. For
-#: dualtrain.compare it calls the real Python, and for dualtrain.report it does nothing. If the folder bin has a file
-#: status-RUN, the run RUN fails with the exit status in this file. If bin has a file no-MODULE, MODULE counts as missing.
+#: Fake of python, torchrun, horovodrun and mpirun. It logs its command line, and writes the summary and empty
+#: checkpoints of a run. For dualtrain.compare it calls the real Python, and for dualtrain.report it does nothing. If
+#: the folder bin has a file status-RUN, the run RUN fails with the exit status in this file. If bin has a file no-MODULE,
+#: MODULE counts as missing.
 PROGRAM = """#!/bin/bash
 case "$*" in
   "-m dualtrain.compare"*) exec {python} "$@" ;;
@@ -170,9 +171,11 @@ class Script:
             (self.bin / name).chmod(stat.S_IRWXU)
 
     def run(self, *flags: str, name: str = "one_result", **variables: str) -> subprocess.CompletedProcess[str]:
-        given = {"DUALTRAIN_VENV": str(self.folder), "RUNS": str(self.folder / "runs"), "PYTHONPATH": str(ROOT)}
+        defaults = {"DUALTRAIN_VENV": str(self.folder), "RUNS": str(self.folder / "runs"), "PYTHONPATH": str(ROOT)}
         command = ["bash", str(self.folder / "launch" / f"{name}.sh"), *flags]
-        return subprocess.run(command, env={**os.environ, **given, **variables}, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            command, env={**os.environ, **defaults, **variables}, capture_output=True, text=True, timeout=60
+        )
 
     def started(self) -> list[str]:
         return [line.replace(str(self.folder / "runs"), "RUNS") for line in self.log.read_text().splitlines()]

@@ -26,7 +26,7 @@ esac
 echo "$name $*"
 if [ -e "$here/$name" ]; then . "$here/$name"; fi
 """
-# Shell code of the program `name`: it ends only if the program `other` runs at the same time.
+# Shell code of the program `name`: it ends only after the program `other`, which also runs this code, has begun.
 CONCURRENT = 'touch "$here/{name}-began"; until [ -e "$here/{other}-began" ]; do sleep 0.02; done; echo "{name} ends"'
 
 

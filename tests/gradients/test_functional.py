@@ -79,14 +79,14 @@ def test_gradients_equal_those_of_one_process(typical, body):
     typical(body)
 
 
-def beside_buckets(backend):
+def allreduce_in_backward(backend):
     """Let backward run the allreduce of ``shared``'s gradient while ranks send different buckets.
 
     After the first step, only rank 0 uses ``side``.
     """
     early, side, big = params = [torch.nn.Parameter(torch.ones(4)) for _ in range(3)]
     reducer = GradientReducer([("early", early), ("side", side), ("big", big)], backend, transfer=Transfer(bucket_bytes=0))
-    found = []
+    gradients = []
     for step in range(3):
         for p in params:
             p.grad = None
@@ -95,16 +95,16 @@ def beside_buckets(backend):
         if backend.rank == 0 or step == 0:
             loss = loss + (shared.detach() * side).sum()
         loss.backward()
-        found.append([p.grad.tolist() for p in params])
+        gradients.append([p.grad.tolist() for p in params])
     reducer.close()
-    for step, grads in enumerate(found):
+    for step, grads in enumerate(gradients):
         users = backend.size if step == 0 else 1
         for grad, expected in zip(grads, (20.0, 2.0 * users / backend.size, 20.0), strict=True):
             torch.testing.assert_close(torch.tensor(grad), torch.full((4,), expected))
 
 
 def test_an_allreduce_during_backward_is_not_mixed_with_gradient_buckets(many):
-    many(beside_buckets)
+    many(allreduce_in_backward)
 
 
 def gradient_of(backend, call, leaf, mine):
@@ -119,7 +119,10 @@ def gradient_of(backend, call, leaf, mine):
 
 
 def inputs_of_some_ranks(backend):
-    """Make calls whose input requires a gradient on rank 0 only, as in ``weight if rank == 0 else torch.empty(2)``."""
+    """Make calls whose input requires a gradient on rank 0 only, such as ``weight if rank == 0 else torch.empty(2)``.
+
+    Repeat each call with an input that requires no gradient on any rank, and under ``no_grad``: no result requires one.
+    """
     size, total = backend.size, backend.size * (backend.size + 1) / 2
     calls = {
         "broadcast": (lambda x: functional.broadcast(x, backend), total),
@@ -132,8 +135,8 @@ def inputs_of_some_ranks(backend):
     factors = [float(rank + 1) for rank in range(size) for _ in range(2)]
     for name, (call, expected) in calls.items():
         leaf = torch.ones(2 * size, requires_grad=True) if backend.rank == 0 else None
-        found = gradient_of(backend, call, leaf, torch.ones(2 * size) if leaf is None else leaf * 1)
-        assert leaf is None or found == (factors if expected is None else [expected] * 2 * size), name
+        gradient = gradient_of(backend, call, leaf, torch.ones(2 * size) if leaf is None else leaf * 1)
+        assert leaf is None or gradient == (factors if expected is None else [expected] * 2 * size), name
         assert not call(torch.ones(2 * size)).requires_grad, name
         with torch.no_grad():
             assert not call(torch.ones(2 * size, requires_grad=True)).requires_grad, name

@@ -70,7 +70,10 @@ def train(model, optimizer, backend, steps, start=0):
 
 
 def alone(model, optimizer, backend, steps, start=0, before_step=lambda: None):
-    """Run the same steps without communication, as a reference: compute the average of all ranks' gradients locally."""
+    """Run the steps of :func:`train` without communication, as a reference.
+
+    Compute the average of all ranks' gradients locally.
+    """
     for step in range(start, start + steps):
         keys = [key(backend, step, rank) for rank in range(backend.size)]
         losses = [lambda m, k=k: vector_loss(m, k) for k in keys]
@@ -225,9 +228,9 @@ def hooked_for_all(backend):
     optimizer = sgd(model, backend)
     seen = []
 
-    def note(when):
+    def note(label):
         # Ranks that are threads share global hooks, so ignore the other ranks' optimizers.
-        return lambda opt, args, kwargs: seen.append((when, opt)) if opt in (optimizer, optimizer.optimizer) else None
+        return lambda opt, args, kwargs: seen.append((label, opt)) if opt in (optimizer, optimizer.optimizer) else None
 
     optimizer.register_step_pre_hook(lambda *_: None)  # global hooks run once in each step, even if the wrapper has hooks
     handles = register_optimizer_step_pre_hook(note("before")), register_optimizer_step_post_hook(note("after"))
@@ -356,7 +359,7 @@ FUSED = {
 
 
 def unscaled_by_the_step(backend):
-    """Train with a GradScaler. In step 1, the last rank's loss overflows, so no rank updates its weights in this step."""
+    """Train three steps with a GradScaler. In the second, the last rank's loss overflows, so all ranks skip the update."""
     for title, (build, options) in FUSED.items():
         for clip in (False, True):
             model, oracle = perceptron(), perceptron()
@@ -511,7 +514,7 @@ def closure_of_sgd(backend):
     """Step with closures. Losses are averaged, other values returned as they are; a loss on only some ranks is refused."""
     model, oracle = perceptron(), perceptron()
     optimizer = sgd(model, backend)
-    losses = [
+    cases = [
         (torch.tensor([backend.rank + 1.0], dtype=torch.float16), torch.tensor([(1 + backend.size) / 2]).half()),
         (backend.rank, (backend.size - 1) / 2),
         (None, None),
@@ -519,22 +522,22 @@ def closure_of_sgd(backend):
         (torch.arange(2), torch.arange(2)),
         (None if backend.rank else 1.0, 1.0),
     ]
-    for step, (loss, expected) in enumerate(losses):
+    for step, (value, expected) in enumerate(cases):
 
-        def closure(step=step, loss=loss):
+        def closure(step=step, value=value):
             optimizer.zero_grad()
             vector_loss(model, key(backend, step)).backward()
-            return loss
+            return value
 
-        if step == len(losses) - 1 and backend.size > 1:
+        if step == len(cases) - 1 and backend.size > 1:
             with pytest.raises(BackendError, match="a loss on some ranks and something else on others"):
                 optimizer.step(closure)
             continue
-        found = optimizer.step(closure)
-        assert type(found) is type(expected)
-        torch.testing.assert_close(found, expected) if isinstance(found, torch.Tensor) else None
-        assert isinstance(found, torch.Tensor) or found == expected
-    alone(oracle, torch.optim.SGD(oracle.parameters(), lr=0.1, momentum=0.9), backend, len(losses) - (backend.size > 1))
+        returned = optimizer.step(closure)
+        assert type(returned) is type(expected)
+        torch.testing.assert_close(returned, expected) if isinstance(returned, torch.Tensor) else None
+        assert isinstance(returned, torch.Tensor) or returned == expected
+    alone(oracle, torch.optim.SGD(oracle.parameters(), lr=0.1, momentum=0.9), backend, len(cases) - (backend.size > 1))
     check(model, oracle)
 
 
@@ -584,9 +587,9 @@ def wrong_names_and_options(backend):
         wrap(inner, model, backend, backward_passes_per_step=-1)
     with pytest.raises(ValueError, match="number of extra scalars must be 0 or more, not -1"):
         wrap(inner, model, backend, extra=-1)
-    for given in (model, dict(model.named_parameters())):
-        with pytest.raises(TypeError, match=rf"is a {type(given).__name__}: pass model\.named_parameters\(\)"):
-            DistributedOptimizer(inner, given, backend=backend)
+    for wrong in (model, dict(model.named_parameters())):
+        with pytest.raises(TypeError, match=rf"is a {type(wrong).__name__}: pass model\.named_parameters\(\)"):
+            DistributedOptimizer(inner, wrong, backend=backend)
     with pytest.raises(TypeError, match=r"has a Parameter in place of \(name, parameter\): pass model"):
         DistributedOptimizer(inner, model.parameters(), backend=backend)
     with pytest.raises(ValueError, match="unused='all' is not known"):
@@ -615,7 +618,7 @@ def test_parameters_outside_of_the_optimizer_are_ignored(typical):
 
 
 def same_parameter_twice(backend):
-    """Give one parameter two names, as ``named_parameters(remove_duplicate=False)`` does."""
+    """Give each parameter two names, as ``named_parameters(remove_duplicate=False)`` does."""
     layer = seeded(nn.Linear(4, 4))
     model = nn.Sequential(layer, nn.Tanh(), layer)
     expected = mean_gradients(model, of_every_rank(backend, vector_loss))
@@ -636,18 +639,18 @@ def test_a_parameter_with_two_names_is_reduced_once(typical):
 # -- former names -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [GradientReducer, DistributedOptimizer])
-def test_the_former_names_of_the_extra_scalars_work_and_warn(make):
+@pytest.mark.parametrize("kind", [GradientReducer, DistributedOptimizer])
+def test_the_former_names_of_the_extra_scalars_work_and_warn(kind):
     backend, model = LocalBackend(World(), torch.device("cpu"), 10.0), perceptron()
-    first = model.named_parameters() if make is GradientReducer else torch.optim.SGD(model.parameters())
+    first = model.named_parameters() if kind is GradientReducer else torch.optim.SGD(model.parameters())
     with pytest.warns(DeprecationWarning, match="^carry is deprecated: use extra$") as caught:
-        made = make(first, backend=backend, carry=2)
-    with pytest.warns(DeprecationWarning, match="^cargo is deprecated: use extra$") as more:
-        made.cargo[0] = 3
-    assert [each.filename for each in [*caught, *more]] == [__file__] * 2
+        instance = kind(first, backend=backend, carry=2)
+    with pytest.warns(DeprecationWarning, match="^cargo is deprecated: use extra$") as caught_later:
+        instance.cargo[0] = 3
+    assert [each.filename for each in [*caught, *caught_later]] == [__file__] * 2
     vector_loss(model, 0).backward()
-    assert made.extra.tolist() == [3.0, 0.0]
-    made.close()
+    assert instance.extra.tolist() == [3.0, 0.0]
+    instance.close()
 
 
 def test_transfer_can_be_imported_from_its_former_place():

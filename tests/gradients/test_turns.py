@@ -1,4 +1,7 @@
-"""Several reducers, or SyncBatchNorm, in a backward pass that uses different parameters on different ranks."""
+"""Several reducers, or SyncBatchNorm, in a backward pass that uses different parameters on different ranks.
+
+Other tests close reducers, move them to another backend, and interrupt an exchange.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +71,8 @@ def alone(size):
 def in_parts(backend):
     """Train two models with one optimizer each, where a rank uses the models that ``PARTS`` gives for each step.
 
-    Compare the weights with those of :func:`alone`, and return their hashes.
+    In step ``SECOND_ALONE``, all ranks use only the second model. Compare the weights with those of :func:`alone`, and
+    return their hashes.
     """
     models = two_models()
     optimizers = [wrapped(model, backend) for model in models]
@@ -93,19 +97,19 @@ def test_ranks_may_use_different_optimizers_in_one_backward(many):
 
 
 def exchanges_every_second_pass(backend):
-    """Train with ``twice``, which exchanges after every second pass, and ``once``, which exchanges after every pass.
+    """Run two passes: ``two_passes`` exchanges after every second pass, ``one_pass`` after every pass.
 
-    The exchange of ``once`` after the first pass must not start an exchange of ``twice``.
+    The exchange of ``one_pass`` after the first pass must not start an exchange of ``two_passes``.
     """
     models = two_models()
     options = {"extra": 1, "backward_passes_per_step": 2}
-    twice = DistributedOptimizer(torch.optim.SGD(models[0].parameters(), lr=0.1), backend=backend, **options)
-    once = wrapped(models[1], backend)
-    twice.extra[0] = 1
+    two_passes = DistributedOptimizer(torch.optim.SGD(models[0].parameters(), lr=0.1), backend=backend, **options)
+    one_pass = wrapped(models[1], backend)
+    two_passes.extra[0] = 1
     for number in range(2):
         sum(model(torch.ones(2, 6)).sum() for model in models).backward()
-        assert twice.extra.item() == (backend.size if number else 1)
-        once.step()
+        assert two_passes.extra.item() == (backend.size if number else 1)
+        one_pass.step()
 
 
 def test_gradients_are_not_exchanged_before_the_last_of_backward_passes_per_step():
@@ -170,7 +174,7 @@ def uses_an_absent_optimizer(backend, closed):
     if backend.rank == 1 and closed:
         optimizers[1].close()
     elif backend.rank == 1:
-        turns(backend)._members[1] = lambda: None  # as a weak reference to an object that no longer exists
+        turns(backend)._members[1] = lambda: None  # like a weak reference to an object that no longer exists
     loss = sum(model(torch.ones(2, 6)).sum() for model in models)
     with pytest.raises(BackendError, match="was garbage-collected or closed on rank 1: keep it as long as its"):
         loss.backward()
@@ -366,7 +370,7 @@ def test_sums_that_arrived_before_an_interrupt_are_not_exchanged_again():
     assert of_rank_0 == of_rank_1
 
 
-def interrupted_in_step(backend, again):
+def interrupted_in_step(backend, repeated_call):
     """Interrupt rank 0's step after the ranks have averaged gradients that backward did not average.
 
     Rank 0 then completes this step without the other rank.
@@ -387,13 +391,13 @@ def interrupted_in_step(backend, again):
             with pytest.raises(KeyboardInterrupt):
                 optimizer.step()
             del bucket.unpack
-            if again == "synchronize":
+            if repeated_call == "synchronize":
                 optimizer.synchronize()
         optimizer.step()
     return weights_sha256(model)
 
 
-@pytest.mark.parametrize("again", ["step", "synchronize"])
-def test_ranks_whose_step_averages_do_not_compare_again_after_an_interrupt(again):
-    of_rank_0, of_rank_1 = run_threads(2, interrupted_in_step, again)
+@pytest.mark.parametrize("repeated_call", ["step", "synchronize"])
+def test_ranks_whose_step_averages_do_not_compare_again_after_an_interrupt(repeated_call):
+    of_rank_0, of_rank_1 = run_threads(2, interrupted_in_step, repeated_call)
     assert of_rank_0 == of_rank_1

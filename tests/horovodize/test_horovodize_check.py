@@ -20,12 +20,12 @@ from dualtrain.horovodize.script_file import parse_scripts
 from dualtrain.horovodize.source import Source
 from tests.pool import ROOT
 
-BOTH = (
+TWO_MODELS = (
     "import torch\nmodel, mine = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)\n"
     "base = torch.optim.SGD(model.parameters(), 1)\noptimizer = hvd.DistributedOptimizer(base, model.named_parameters())\n"
     "(model(x) + mine(x)).backward()\n"
 )
-NAMED = (
+SCHEDULES = (
     "from torch.optim import lr_scheduler\ndef falls(epoch):\n    return 0.1 ** (epoch // 30)\n"
     "def rises(epoch):\n    if epoch < 5:\n        return (epoch + 1) / 5\n    return 1\n"
 )
@@ -1427,9 +1427,9 @@ CASES = [
             f"{WRAP}for x in data:\n    loss.backward()\n    for p in model.parameters():\n        {update}  # HERE\n"
             "    optimizer.step()",
             f"{WRAP}for x in data:\n    loss.backward()\n    for p in model.parameters():\n        {other}\n"
-            f"{more}    optimizer.step()",
+            f"{second_backward}    optimizer.step()",
         )
-        for update, other, more in (
+        for update, other, second_backward in (
             ("p.data.add_(p.grad, alpha=-0.1)", "p.data.add_(p.data, alpha=-0.1)", ""),
             ("p.data -= rate * p.grad.data", "p.data -= rate * p.grad.data", "    loss.backward()\n"),
             ("p.sub_(rate * p.grad)", "total += p.grad.norm()", ""),
@@ -1489,8 +1489,8 @@ CASES = [
     *(
         (
             "clip_before_synchronize",  # no finding for a model that no wrapped optimizer trains
-            f"{BOTH}for p in model.parameters():\n    {line}  # HERE\noptimizer.step()",
-            f"{BOTH}for p in mine.parameters():\n    {line}\noptimizer.step()",
+            f"{TWO_MODELS}for p in model.parameters():\n    {line}  # HERE\noptimizer.step()",
+            f"{TWO_MODELS}for p in mine.parameters():\n    {line}\noptimizer.step()",
         )
         for line in (
             "p.data.add_(p.grad, alpha=-0.1)",
@@ -1503,8 +1503,8 @@ CASES = [
     *(
         (
             "rate_times_size",  # no finding if the schedule starts with a lower rate, or may do so
-            f"o = torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE\n{NAMED}s = lr_scheduler.{falls}",
-            f"o = torch.optim.SGD(p, lr=0.1 * hvd.size())\n{NAMED}s = lr_scheduler.{rises}",
+            f"o = torch.optim.SGD(p, lr=0.1 * hvd.size())  # HERE\n{SCHEDULES}s = lr_scheduler.{falls}",
+            f"o = torch.optim.SGD(p, lr=0.1 * hvd.size())\n{SCHEDULES}s = lr_scheduler.{rises}",
         )
         for falls, rises in (
             ("LinearLR(o, 1.0, 0.1)", "LinearLR(o)"),
@@ -1715,7 +1715,7 @@ CASES = [
         "for epoch in range(9):\n    for x in test(): pass",
     ),
     (
-        "discarded_result",  # a new tensor with the value of a variable, so that the call is not only a barrier
+        "discarded_result",  # the call is not only a barrier, because the new tensor has the value of a variable
         "hvd.broadcast(torch.Tensor([args.seed]), root_rank=0)  # HERE",
         "one = 1\nhvd.broadcast(torch.tensor(one), 0)\nhvd.allreduce(torch.tensor([local_rank]))\n"
         "hvd.broadcast(torch.tensor(epoch), 0, name='wait_for_data')\nepoch = hvd.broadcast(torch.tensor(epoch), 0).item()",
@@ -2121,13 +2121,13 @@ def test_the_last_import_of_a_name_counts_if_it_is_not_conditional():
 
 
 def test_an_import_in_a_function_binds_its_name_in_this_function_only():
-    both = "    import horovod.torch as hvd\n    hvd.allreduce(x)\ndef g():\n    hvd.allreduce(x)\n"
-    assert [found.line for found in discarded_result(Source(f"def f():\n{both}"))] == [3]
-    assert [found.line for found in discarded_result(Source(f"def f():\n    global hvd\n{both}"))] == [4, 6]
-    inner = f"  def f():\n    nonlocal hvd\n{both.partition('def g')[0]}"
+    functions = "    import horovod.torch as hvd\n    hvd.allreduce(x)\ndef g():\n    hvd.allreduce(x)\n"
+    assert [found.line for found in discarded_result(Source(f"def f():\n{functions}"))] == [3]
+    assert [found.line for found in discarded_result(Source(f"def f():\n    global hvd\n{functions}"))] == [4, 6]
+    inner = f"  def f():\n    nonlocal hvd\n{functions.partition('def g')[0]}"
     outer = f"def outer():\n  hvd = None\n{inner}  hvd.allreduce(x)\nhvd.allreduce(x)\n"
     assert [found.line for found in discarded_result(Source(outer))] == [6, 7]
-    passed = both.replace("g()", "g(hvd)")
+    passed = functions.replace("g()", "g(hvd)")
     assert [found.line for found in discarded_result(Source(f"def f():\n{passed}"))] == [3, 5]
 
 
@@ -2178,12 +2178,12 @@ def test_the_finding_says_whether_norms_or_values_are_clipped():
 
 def test_only_a_broadcast_after_wrapping_has_a_finding_that_names_the_optimizer_state():
     call, wrap = "hvd.broadcast_optimizer_state(o, 0)\n", "o = hvd.DistributedOptimizer(o)\n"
-    made = "o = torch.optim.AdamW(p)\n"
-    in_function = f"{made}def start():\n    x = hvd.DistributedOptimizer(y)\n{call}start()"
+    make = "o = torch.optim.AdamW(p)\n"
+    in_function = f"{make}def start():\n    x = hvd.DistributedOptimizer(y)\n{call}start()"
     (unknown,) = BY_NAME["optimizer_state"](source(in_function))
     assert "may change the weights" in unknown.message
-    (before,) = BY_NAME["optimizer_state"](source(made + call + wrap))
-    (after,) = BY_NAME["optimizer_state"](source(made + wrap + call))
+    (before,) = BY_NAME["optimizer_state"](source(make + call + wrap))
+    (after,) = BY_NAME["optimizer_state"](source(make + wrap + call))
     assert "may change its state or the weights" in after.message
     assert "may change the weights" in before.message
 
@@ -2266,13 +2266,13 @@ def test_a_match_with_more_than_a_thousand_cases_is_read():
 
 
 def test_spark_driver_code_has_no_findings_about_ranks():
-    both = (
+    template = (
         "{}data = torch.utils.data.TensorDataset(x)\n{}loader = torch.utils.data.DataLoader(data, 9, True)\n"
         "{}model.cuda()\n{}torch.save(model, 'x')\n"
     )
-    driver = "from pyspark.sql import SparkSession\n" + both.format("", "", "", "")
+    driver = "from pyspark.sql import SparkSession\n" + template.format("", "", "", "")
     ranks = "def run():\n    hvd.init()\n    " + WRAP + "    hvd.broadcast_parameters(model.state_dict(), 0)\n"
-    lines = [finding.line for finding in findings(source(driver + ranks + both.format(*["    "] * 4) + "run()"))]
+    lines = [finding.line for finding in findings(source(driver + ranks + template.format(*["    "] * 4) + "run()"))]
     assert lines == [13, 14, 15]
 
 

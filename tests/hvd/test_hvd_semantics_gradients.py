@@ -91,17 +91,17 @@ def of_sets(backend):
     with library(backend) as hvd:
         me, pair = hvd.rank(), hvd.add_process_set([0, 2])
         if pair.included():
-            on = {"process_set": pair}
+            options = {"process_set": pair}
             one, many = torch.tensor([me + 1.0]), torch.ones(2)
             wanted = {
-                "allreduce": (one, lambda x: hvd.allreduce(x, op=hvd.Sum, **on), [4]),
-                "average": (one, lambda x: hvd.allreduce(x, **on), [2]),
-                "grouped": (one, lambda x: hvd.grouped_allreduce([x], op=hvd.Sum, **on), [4]),
-                "allgather": (one, lambda x: hvd.allgather(x, **on), [2]),
-                "broadcast": (one, lambda x: hvd.broadcast(x, 2, **on), [2.0 if me == 2 else 0.0]),
-                "reducescatter": (many, lambda x: hvd.reducescatter(x, op=hvd.Sum, **on), [2, 6]),
-                "scattered average": (many, lambda x: hvd.reducescatter(x, **on), [1, 3]),
-                "alltoall": (many, lambda x: hvd.alltoall(x, **on), [1, 3]),
+                "allreduce": (one, lambda x: hvd.allreduce(x, op=hvd.Sum, **options), [4]),
+                "average": (one, lambda x: hvd.allreduce(x, **options), [2]),
+                "grouped": (one, lambda x: hvd.grouped_allreduce([x], op=hvd.Sum, **options), [4]),
+                "allgather": (one, lambda x: hvd.allgather(x, **options), [2]),
+                "broadcast": (one, lambda x: hvd.broadcast(x, 2, **options), [2.0 if me == 2 else 0.0]),
+                "reducescatter": (many, lambda x: hvd.reducescatter(x, op=hvd.Sum, **options), [2, 6]),
+                "scattered average": (many, lambda x: hvd.reducescatter(x, **options), [1, 3]),
+                "alltoall": (many, lambda x: hvd.alltoall(x, **options), [1, 3]),
             }
             found = {title: gradient(call, x, me + 1.0) for title, (x, call, _) in wanted.items()}
             assert found == {title: expected for title, (_, _, expected) in wanted.items()}

@@ -31,8 +31,7 @@ def any_order(backend):
             lambda: hvd.grouped_allreduce_async([x, x], name="x", op=hvd.Sum),
         ]
         order = several if me else several[::-1]
-        made = [call() for call in order]
-        results = [hvd.synchronize(handle) for handle in made]
+        results = [hvd.synchronize(handle) for handle in [call() for call in order]]
         results = results if me else results[::-1]
         assert results[0].tolist() == [size] * size
         assert results[1].tolist() == results[2].tolist() == results[3][0].tolist() == [1] * size
@@ -162,7 +161,7 @@ def test_calls_that_do_not_match_fail_on_every_rank_and_later_calls_work(real):
 
 
 def local_mistakes(backend):
-    """Make mistakes on rank 0 alone. Each raises on rank 0, before anything is sent."""
+    """Make mistakes on rank 0 only. Each raises on rank 0, before anything is sent."""
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
         x = torch.ones(4, 3)
@@ -231,11 +230,11 @@ def asymmetric(backend):
         me, size = hvd.rank(), hvd.size()
         x = torch.full((2,), me + 1.0)
         total = [sum_of_ranks(size)] * 2
-        alone = hvd.add_process_set([0]) if size == 2 else hvd.add_process_set([0, 2])
-        if alone.included():
-            hvd.allreduce(x, process_set=alone)
-            hvd.allgather(x, process_set=alone)
-            hvd.barrier(process_set=alone)
+        subset = hvd.add_process_set([0]) if size == 2 else hvd.add_process_set([0, 2])
+        if subset.included():
+            hvd.allreduce(x, process_set=subset)
+            hvd.allgather(x, process_set=subset)
+            hvd.barrier(process_set=subset)
         assert hvd.allreduce(x, op=hvd.Sum).tolist() == total
         # Rank 0 makes an allgather, which stays pending while all ranks make calls of other kinds.
         handle = hvd.allgather_async(x) if me == 0 else None

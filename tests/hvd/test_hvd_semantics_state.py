@@ -43,7 +43,7 @@ ARRAYS = [
 
 
 class OfTheUser:
-    """A class that is not registered with add_safe_globals."""
+    """A class that only one test registers with ``torch.serialization.safe_globals``."""
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
@@ -244,20 +244,20 @@ def every_optimizer(backend):
         me = hvd.rank()
         newer = [title for title in ("Muon",) if hasattr(torch.optim, title)]  # since torch 2.9
         for title in [*OPTIMIZERS, "Adafactor", "SparseAdam", "LBFGS", *newer]:
-            for when in ("fresh", "root", "all"):
+            for stepped_ranks in ("none", "root", "all"):
                 torch.manual_seed(me)
                 model = nn.Linear(3, 2, bias=False)
                 optimizer = getattr(torch.optim, title)(model.parameters(), lr=0.01 * (me + 1))
-                if when == "all" or (when == "root" and me == 1):
+                if stepped_ranks == "all" or (stepped_ranks == "root" and me == 1):
                     model.weight.grad = torch.randn(2, 3)
                     model.weight.grad = model.weight.grad.to_sparse() if title == "SparseAdam" else model.weight.grad
                     optimizer.step(lambda m=model: m(torch.ones(1, 3)).sum())
                 before = model.weight.detach().clone()
                 hvd.broadcast_optimizer_state(optimizer, 1)
                 assert torch.equal(model.weight, before)  # no step was taken
-                states = hvd.allgather_object(optimizer.state_dict(), name=f"{title} {when}")
+                states = hvd.allgather_object(optimizer.state_dict(), name=f"{title} {stepped_ranks}")
                 for state in states:
-                    assert repr(state) == repr(states[1]), (title, when)
+                    assert repr(state) == repr(states[1]), (title, stepped_ranks)
                 assert optimizer.param_groups[0]["lr"] == 0.02
                 kinds = {key: type(value) for key, value in optimizer.param_groups[0].items()}
                 untouched = getattr(torch.optim, title)(model.parameters(), lr=0.02).param_groups[0]
