@@ -1,6 +1,7 @@
 """Bad files for every reader of files: a FIFO, a device, a symbolic link loop, a folder, an empty file, and half of a file.
 
-The reader must accept such a file, or refuse it in one line that names the file. It must not block or read without end.
+The reader must accept such a file, or refuse it in one line that names the file or its folder. It must not block or
+read without end.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ class Reader:
 
 
 def run_command(command: Callable[[list[str]], int], *arguments: str) -> None:
-    """Run a command; if its exit status is 2, raise a UserError with the line that the command prints to stderr."""
+    """Run a command, whose exit status must be 0 or 2. If it is 2, raise a UserError with the line printed to stderr."""
     errors = StringIO()
     with redirect_stderr(errors), redirect_stdout(StringIO()):
         end = command(list(arguments))
@@ -108,7 +109,7 @@ def load_published(folder: Path) -> None:
 
 
 def make_run(folder: Path) -> None:
-    """Make a finished run on the digits."""
+    """Make a finished run on the digits, and an image for ``predict``."""
     (folder / "checkpoints").mkdir()
     torch.manual_seed(0)
     model = build("convnet", (1, 8, 8), 10)
@@ -151,7 +152,7 @@ def load_script_of(folder: Path) -> None:
 def refuse_none(step: int | None) -> None:
     """Raise a UserError if ``step`` is ``None``, the result of ``step_in`` and ``step_of`` for a bad file.
 
-    The test searches the message for the file's name. ``step_in`` is tested with one file, ``step_of`` with the other one.
+    The test searches the message for the file's name: ``step-00000001`` for ``step_in``, ``model`` for ``step_of``.
     """
     if step is None:
         raise UserError("step-00000001 or model cannot be read")
@@ -294,6 +295,7 @@ def refusals(name: str, folders: list[Path], limit: int = LIMIT) -> Iterator[str
 
     Raises:
         HangsError: a read reaches its limit.
+        AssertionError: the reader raises an error other than UserError.
     """
     running = PROCESSES.pop() if PROCESSES else ReaderProcess()
     try:
@@ -355,14 +357,14 @@ def test_a_bad_file_is_refused_without_a_hang_and_in_one_line(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "how"),
+    ("name", "kind", "part"),
     [("wait for a writer", "FIFO", "waits"), ("read in parts", "device", f"ends by signal {int(signal.SIGXCPU)}")],
 )
-def test_a_reader_that_hangs_is_detected(name, kind, how, tmp_path):
+def test_a_reader_that_hangs_is_detected(name, kind, part, tmp_path):
     good, *folders = good_and_bad_folders(name, tmp_path)
     results = refusals(name, [good, folders[KINDS.index(kind)]], limit=1)
     assert next(results) is None
-    with pytest.raises(HangsError, match=f"{name} {how}: {kind}"):
+    with pytest.raises(HangsError, match=f"{name} {part}: {kind}"):
         next(results)
 
 

@@ -44,11 +44,11 @@ for number in range(5):
     heap.free(block)
 print(faults, (usage().ru_maxrss - before) >> 10)
 """
-KEPT = "dualtrain.keep_freed_memory()"
+SETUP = "dualtrain.keep_freed_memory()"
 HUGE = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def measured(setup=KEPT, **env):
+def measured(setup=SETUP, **env):
     """Return the number of page faults, and the growth of the peak resident memory in MB."""
     prefixes = ("MALLOC_", "GLIBC_", "LD_PRELOAD")
     plain = {name: value for name, value in os.environ.items() if not name.startswith(prefixes)}

@@ -35,9 +35,9 @@ def work(ready):
     time.sleep(600)
 
 if __name__ == "__main__":
-    if "ABOVE" in os.environ:  # as in a child of multiprocessing, which uses its parent's temporary folder
-        multiprocessing.current_process()._config["tempdir"] = os.environ["ABOVE"]
-    if "EARLIER" in os.environ:  # as in a program that has used multiprocessing itself
+    if "PARENT_FOLDER" in os.environ:  # as in a child of multiprocessing, which uses its parent's temporary folder
+        multiprocessing.current_process()._config["tempdir"] = os.environ["PARENT_FOLDER"]
+    if "USES_MULTIPROCESSING" in os.environ:  # as in a program that has used multiprocessing itself
         util.get_temp_dir()
     start_forkserver([])
     helpers = [forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid]
@@ -91,9 +91,9 @@ def gone(helpers: list[int], folder: Path | None = None) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("killed", "earlier"), [(False, {}), (True, {}), (True, {"EARLIER": "1"})])
-def test_helpers_survive_signals_and_exit_with_a_job_that_fails_or_is_killed(tmp_path, killed, earlier):
-    with started(tmp_path, **earlier) as (process, folder, helpers):
+@pytest.mark.parametrize(("killed", "variables"), [(False, {}), (True, {}), (True, {"USES_MULTIPROCESSING": "1"})])
+def test_helpers_survive_signals_and_exit_with_a_job_that_fails_or_is_killed(tmp_path, killed, variables):
+    with started(tmp_path, **variables) as (process, folder, helpers):
         assert len(helpers) == 4
         assert folder.parent == tmp_path
         if killed:
@@ -177,14 +177,14 @@ def test_a_worker_whose_start_was_interrupted_prints_no_traceback(tmp_path):
 
 
 def test_a_temporary_folder_of_the_parent_program_is_not_removed(tmp_path):
-    above = tmp_path / "above"
-    above.mkdir()
-    with started(tmp_path, ABOVE=str(above)) as (process, folder, helpers):
-        assert folder == above
+    parent_folder = tmp_path / "parent"
+    parent_folder.mkdir()
+    with started(tmp_path, PARENT_FOLDER=str(parent_folder)) as (process, folder, helpers):
+        assert folder == parent_folder
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=60)
         assert gone(helpers)
-    assert above.exists()
+    assert parent_folder.exists()
 
 
 #: Program that starts a child and waits. Arguments: the child's program; the value of TORCHELASTIC_RUN_ID, or "" for none;
@@ -213,7 +213,7 @@ time.sleep(60)
 
 def test_signal_at_parents_end_sends_at_once_if_the_parent_has_already_ended():
     received: list[int] = []
-    earlier = signal.signal(signal.SIGUSR2, lambda number, _: received.append(number))
+    handler = signal.signal(signal.SIGUSR2, lambda number, _: received.append(number))
     try:
         signal_at_parents_end(signal.SIGUSR2, os.getppid())
         assert received == []
@@ -221,7 +221,7 @@ def test_signal_at_parents_end_sends_at_once_if_the_parent_has_already_ended():
         assert received == [signal.SIGUSR2]
     finally:
         signal_at_parents_end(0, os.getppid())  # withdraw the setting: no signal will be sent
-        signal.signal(signal.SIGUSR2, earlier)
+        signal.signal(signal.SIGUSR2, handler)
 
 
 @pytest.mark.parametrize(("run_id", "shell", "ends"), [("none", "", True), ("", "", False), ("none", "/bin/sh", False)])

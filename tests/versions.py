@@ -1,9 +1,10 @@
 """Table of tests/versions.sh: one row for each version of torch, made from the files that the script has written.
 
-``python versions.py FOLDER VERSION…`` prints the table, then each version's failures and reasons for skipped tests, and
-whether the jobs ended with the same weights. The exit status is 1 if a version failed. For each version, FOLDER has
-``facts-VERSION`` (versions of installed packages), ``results-VERSION.xml`` (pytest's results, in JUnit's format) and
-``run-VERSION/summary.json`` (of the training job).
+``python versions.py FOLDER VERSION…`` prints the table, then each version's failures and reasons for skipped tests, and,
+with several versions, whether the jobs ended with the same weights. The exit status is 1 if a version failed.
+
+For each version, FOLDER has ``facts-VERSION`` (versions of installed packages), ``results-VERSION.xml`` (pytest's
+results, in JUnit's format) and ``run-VERSION/summary.json`` (of the training job).
 """
 
 from __future__ import annotations
@@ -54,43 +55,43 @@ def read_job(path: Path) -> tuple[str, str] | None:
 
 def row(folder: Path, version: str) -> tuple[list[str], bool, list[str]]:
     """Return the row of ``version``, whether the version passed, and its lines below the table."""
-    found = dict(line.split("=", 1) for line in (folder / f"facts-{version}").read_text().splitlines())
+    facts = dict(line.split("=", 1) for line in (folder / f"facts-{version}").read_text().splitlines())
     tests = read_tests(folder / f"results-{version}.xml")
     job = read_job(folder / f"run-{version}" / "summary.json")
-    problems, below = [], []
+    problems, notes = [], []
     if tests is None:
         counts = ["-", "-", "-"]
         problems.append("tests did not end")
     else:
         counts = [str(tests.passed), str(len(tests.failures)), str(sum(tests.skipped.values()))]
-        below += [f"failed under torch {version}: {name}" for name in tests.failures]
-        below += [f"skipped under torch {version}: {count}, {reason}" for reason, count in tests.skipped.most_common()]
+        notes += [f"failed under torch {version}: {name}" for name in tests.failures]
+        notes += [f"skipped under torch {version}: {count}, {reason}" for reason, count in tests.skipped.most_common()]
         if tests.failures:
             problems.append("tests failed")
         if not tests.passed:
             problems.append("no test passed")
     if job is None:
         problems.append("job failed")
-    cells = [found["torch"], found["torchvision"], found["Python"], *counts, *(job or ("-", "-"))]
-    return [*cells, ", ".join(problems) or "passed"], not problems, below
+    cells = [facts["torch"], facts["torchvision"], facts["Python"], *counts, *(job or ("-", "-"))]
+    return [*cells, ", ".join(problems) or "passed"], not problems, notes
 
 
 def main(folder: Path, versions: list[str]) -> int:
-    """Print the table; return the exit status."""
-    rows, passed, below = zip(*(row(folder, version) for version in versions), strict=True)
+    """Print the table and the lines below it; return the exit status."""
+    rows, passed, notes = zip(*(row(folder, version) for version in versions), strict=True)
     lines = [TITLES, *rows]
     widths = [max(len(line[column]) for line in lines) for column in range(len(TITLES))]
     for line in [TITLES, ["-" * width for width in widths], *rows]:
         print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
     print()
-    for line in [line for lines in below for line in lines]:
+    for line in [line for lines in notes for line in lines]:
         print(line)
     print("not run: tests/launch/, and tests that need Horovod")
     hashes = [cells[TITLES.index("weights")] for cells in rows]
     weights = set(hashes) - {"-"}
     if len(rows) > 1 and len(weights) == 1:
-        known = "all versions" if "-" not in hashes else "the versions whose job ended"
-        print(f"same weights: yes, the job ended with the same model, bit for bit, under {known}")
+        scope = "all versions" if "-" not in hashes else "the versions whose job ended"
+        print(f"same weights: yes, the job ended with the same model, bit for bit, under {scope}")
     elif len(weights) > 1:
         print("same weights: no; this is not a failure, because torch's arithmetic may differ between versions")
     return 0 if all(passed) else 1

@@ -21,7 +21,7 @@ INSTALL = "DUALTRAIN_WITH=integrations bash launch/setup.sh"
 
 
 def require(module: str) -> None:
-    """Skip the test if a package is missing."""
+    """Skip the test if ``module`` is missing."""
     # Look for the package before its module: find_spec raises for a module of a missing package.
     if any(importlib.util.find_spec(name) is None for name in (module.partition(".")[0], module)):
         pytest.skip(f"needs {module}: {INSTALL}")

@@ -1,6 +1,7 @@
 """Whole jobs on two hosts, started by the launch scripts, and their end when the link between the hosts is cut.
 
-Hosts are made from namespaces (tests/launch/hosts.py). Needs root and iproute2, and sshd for all launchers except torchrun.
+Hosts are made from namespaces (tests/launch/hosts.py). Needs root and iproute2; sshd for all launchers
+except torchrun; Horovod for all jobs except those of torchrun with ``--backend torch``.
 """
 
 from __future__ import annotations
@@ -72,14 +73,14 @@ class Job:
         return all(launcher.poll() is not None for launcher in self.launchers) and not self.cluster.processes()
 
     def end(self) -> None:
-        """Kill the remaining processes of the job."""
+        """Kill the remaining processes of the job, and wait until they have ended."""
         for pid in [pid for host in self.cluster.hosts for pid in host.processes()]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.until(self.ended, STOP_SECONDS)
 
     def statuses(self, seconds: float = START_SECONDS) -> list[int]:
-        """Wait until all processes have ended; return the launchers' exit statuses."""
+        """Wait until all processes have ended; return the launchers' exit statuses. Fail the test after ``seconds``."""
         self.until(self.ended, seconds)
         return [launcher.returncode for launcher in self.launchers]
 
@@ -213,8 +214,8 @@ def test_a_cut_link_ends_all_ranks_and_the_run_can_be_resumed(launcher, backend,
     job.end()  # do not wait for torchrun's agent on the second host, which ends only after minutes
     cluster.restore()
 
-    again = Job(cluster, tmp_path, launcher, *flags, EPOCHS, "--resume")
-    assert not any(again.statuses()), again.output()
+    resumed = Job(cluster, tmp_path, launcher, *flags, EPOCHS, "--resume")
+    assert not any(resumed.statuses()), resumed.output()
     assert summary(tmp_path / "run")["weights_sha256"] == summary(reference)["weights_sha256"]
 
 

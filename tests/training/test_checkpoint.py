@@ -139,9 +139,9 @@ def test_torch_sizes_and_dtypes_and_namedtuples_and_counters_and_tuple_keys_are_
 def test_a_schedule_with_milestones_continues_from_its_saved_state(tmp_path):
     def make():
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 1.0)
-        warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2)
-        later = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 1, 3], gamma=0.1)
-        return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, later], [2])
+        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2)
+        decay = torch.optim.lr_scheduler.MultiStepLR(optimizer, [1, 1, 3], gamma=0.1)
+        return optimizer, torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, decay], [2])
 
     (optimizer, schedule), (other, loaded) = make(), make()
     for steps in (1, 6):

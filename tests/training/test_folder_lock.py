@@ -125,15 +125,15 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path):
     lock = FolderLock()
     lock.take(tmp_path, LIMIT)
     reader, writer = os.pipe()
-    started, begun = os.pipe()
+    ready_reader, ready_writer = os.pipe()
     child = os.fork()
     if not child:
         os.close(writer)
-        os.write(begun, b"1")
+        os.write(ready_writer, b"1")
         os.read(reader, 1)  # wait until the parent closes its end of the pipe
         os._exit(0)
     os.close(reader)
-    os.read(started, 1)
+    os.read(ready_reader, 1)
     try:
         with pytest.raises(UserError):  # the child has closed its copy of the lock's file, and the parent keeps the lock
             FolderLock().take(tmp_path, LIMIT)
@@ -141,7 +141,7 @@ def test_a_forked_process_does_not_keep_the_lock(tmp_path):
         with locked(tmp_path):
             pass
     finally:
-        for descriptor in (writer, started, begun):
+        for descriptor in (writer, ready_reader, ready_writer):
             os.close(descriptor)
         os.waitpid(child, 0)
 

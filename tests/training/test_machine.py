@@ -28,7 +28,7 @@ from tests.training.runs import train_alone
 
 OLD = Path(__file__).parent / "run_of_0_1_0"
 OLD_FLAGS = ("--max-steps", "12", "--epochs", "2", "--global-batch-size", "256", "--model", "mnist-net")
-HERE: machine.Facts = {"torch": "2.13.0+cpu", "CPU capability": "AVX2", "MKL kernels": "GenuineIntel", "GPU": None}
+PLATFORM: machine.Facts = {"torch": "2.13.0+cpu", "CPU capability": "AVX2", "MKL kernels": "GenuineIntel", "GPU": None}
 
 
 @pytest.fixture(autouse=True)
@@ -178,15 +178,15 @@ def use_two(backend) -> int:
 def test_the_platform_is_recorded_and_an_equal_one_causes_no_warning(tmp_path, one_thread_by_default, caplog):
     train(tmp_path, "--max-steps", "1")
     with connect("local") as backend:
-        here = machine.platform_of(backend)
-    assert recorded(tmp_path, "platform") == [here, here]
-    assert here["torch"] == str(torch.__version__)
-    assert here["CPU capability"] == torch.backends.cpu.get_cpu_capability()
+        platform = machine.platform_of(backend)
+    assert recorded(tmp_path, "platform") == [platform, platform]
+    assert platform["torch"] == str(torch.__version__)
+    assert platform["CPU capability"] == torch.backends.cpu.get_cpu_capability()
     train(tmp_path, "--max-steps", "2", "--resume")
     assert caplog.messages == []
 
 
-def resume_elsewhere(backend, folder: str, steps: int) -> list[str]:
+def resume_on_another_platform(backend, folder: str, steps: int) -> list[str]:
     """Train on a simulated platform, and resume on a different simulated one; return the warnings of this rank."""
     found: list[str] = []
     handler = logging.Handler()
@@ -196,7 +196,7 @@ def resume_elsewhere(backend, folder: str, steps: int) -> list[str]:
     log = logging.getLogger("dualtrain")
     log.addHandler(handler)
     try:
-        for last, facts in ((steps, HERE), (steps + 1, {**HERE, "CPU capability": "AVX512", "GPU": "H200"})):
+        for last, facts in ((steps, PLATFORM), (steps + 1, {**PLATFORM, "CPU capability": "AVX512", "GPU": "H200"})):
             loop.platform_of = lambda backend, facts=facts: facts
             flags = ["--global-batch-size", "720", "--run-dir", folder, "--max-steps", str(last)]
             loop.train(parse([*flags, *(["--resume"] if last > steps else [])]), backend)
@@ -208,7 +208,7 @@ def resume_elsewhere(backend, folder: str, steps: int) -> list[str]:
 
 @worlds(("torch", 3))
 def test_a_resume_on_another_platform_causes_one_warning_on_rank_0(real, tmp_path):
-    (line,), *others = real(resume_elsewhere, str(tmp_path), 1)
+    (line,), *others = real(resume_on_another_platform, str(tmp_path), 1)
     assert others == [[]] * (real.size - 1)
     assert "CPU capability was AVX2 and is AVX512; GPU was none and is H200; ATEN_CPU_CAPABILITY, ONEDNN_MAX_" in line
     assert "torch was" not in line
@@ -216,10 +216,10 @@ def test_a_resume_on_another_platform_causes_one_warning_on_rank_0(real, tmp_pat
 
 
 def test_only_platform_facts_that_the_checkpoint_recorded_are_compared(caplog):
-    machine.warn_of_other_platform({}, HERE)
-    machine.warn_of_other_platform({"CPU capability": "AVX2"}, HERE)
+    machine.warn_of_other_platform({}, PLATFORM)
+    machine.warn_of_other_platform({"CPU capability": "AVX2"}, PLATFORM)
     assert caplog.messages == []
-    machine.warn_of_other_platform({**HERE, "torch": "2.12.0"}, HERE)
+    machine.warn_of_other_platform({**PLATFORM, "torch": "2.12.0"}, PLATFORM)
     (line,) = caplog.messages
     assert line.endswith("from those before the checkpoint: torch was 2.12.0 and is 2.13.0+cpu")
 

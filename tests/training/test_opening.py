@@ -18,8 +18,8 @@ MODEL = nn.Sequential(nn.Linear(3, 2), nn.Sequential(nn.ReLU(), nn.BatchNorm1d(2
 
 
 def test_the_settings_line_shows_only_settings_that_differ_from_the_recipe():
-    given = ["--lr", "0.25", "--batch-size", "8", "--no-drop-last", "--run-dir", "x", "--threads", "3"]
-    assert settings_line(parse(given).plain(), Path("x")) == (
+    flags = ["--lr", "0.25", "--batch-size", "8", "--no-drop-last", "--run-dir", "x", "--threads", "3"]
+    assert settings_line(parse(flags).plain(), Path("x")) == (
         "settings: recipe digits-convnet with --batch-size 8 --lr 0.25; all are in x/config.json"
     )
     assert settings_line(parse([]).plain(), Path("x")) == "settings: recipe digits-convnet; all are in x/config.json"

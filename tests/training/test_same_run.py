@@ -198,7 +198,7 @@ def numbered(samples: int, **values: float) -> TensorSource:
 
 
 class Pairs:
-    """A user's dataset, augmented by random numbers from ``draw``."""
+    """A user's dataset, augmented by random numbers from ``draw``; ``float``, the default, always returns 0.0."""
 
     num_classes = 3
 
@@ -279,13 +279,13 @@ DATA = {
         "checksum of training sample 1 is '",
     ),
     "tokens": (lambda rank: task_of(MaskedText(torch.full((8, 4), 7 + rank), 9)), "checksum of training sample 0 is '"),
-    "own, equal": (lambda rank: wrap(Pairs(), Pairs()), ""),
-    "own, other": (lambda rank: wrap(Pairs(offset=rank), Pairs()), "checksum of training sample 0 is '"),
-    "own, broken on a rank": (
+    "wrapped, equal": (lambda rank: wrap(Pairs(), Pairs()), ""),
+    "wrapped, other": (lambda rank: wrap(Pairs(offset=rank), Pairs()), "checksum of training sample 0 is '"),
+    "wrapped, broken on a rank": (
         lambda rank: wrap(Pairs(broken_sample=19 if rank else None), Pairs()),
         "on rank 0 and 'unreadable (sample 19 of the dataset failed: RuntimeError: sample 19 is broken, in test_same_run",
     ),
-    "own, broken on all": (
+    "wrapped, broken on all": (
         lambda rank: wrap(Pairs(broken_sample=19), Pairs()),
         "",  # the run raises the error if it reaches that sample
     ),
@@ -356,7 +356,7 @@ def test_the_number_of_samples_that_are_read_again_does_not_depend_on_time(monke
     now = itertools.count(0.0, seconds)
     monkeypatch.setattr(same_run, "time", mock.Mock(monotonic=lambda: next(now)))
     same_run._warn_if_random("training", source, first)
-    assert next(draws) == before + 1 + 8
+    assert next(draws) == before + 1 + 8  # eight samples were read again
     assert len(caplog.messages) == 1
 
 

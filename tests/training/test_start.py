@@ -49,7 +49,7 @@ def first_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def steps_trained(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Record the steps that are trained from now on."""
+    """Return a list to which the number of each step that is trained from now on is added."""
     trained: list[int] = []
     step = loop.Run._step
 
@@ -119,9 +119,9 @@ def test_checkpoints_in_a_folder_that_cannot_be_read_are_not_ignored(tmp_path, m
         return listdir(folder)
 
     monkeypatch.setattr(os, "listdir", without_permission)
-    given = ["--resume", "auto"] if resume == "auto" else ["--resume"]
+    flags = ["--resume", "auto"] if resume == "auto" else ["--resume"]
     with pytest.raises(UserError, match=r"/checkpoints' cannot be read \(Permission denied\): repair") as error:
-        train_alone(tmp_path, 2, *given)
+        train_alone(tmp_path, 2, *flags)
     assert error.value.transient  # the same command may succeed later
     assert {path: path.read_bytes() for path in files_of(tmp_path)} == before
 

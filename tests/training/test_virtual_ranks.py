@@ -92,7 +92,7 @@ def drawn():
 
 
 def draws(backend):
-    """Return the random numbers that forward draws, by step and shard, and those that the program draws between steps."""
+    """Return the random numbers that forward draws, by step and shard, and those drawn after each step and evaluation."""
     case, found, between = CASES["drawing"], {}, []
     trainer = trainer_of(backend, case)
     seen = []
@@ -168,7 +168,7 @@ def trainer_with(model, backend, shards=3):
 
 
 def changed_buffers(backend):
-    """Return the buffer ``mean`` after three steps; assert the values of the other buffers."""
+    """Return the buffer ``mean`` after three steps; assert the values of the others, except the empty one."""
 
     def change(model, x):
         model.mean = 0.5 * model.mean + x.mean(0)  # a new tensor, not a change in place
