@@ -20,7 +20,7 @@ from dualtrain.gradients.packed import PackedGradients
 from dualtrain.gradients.refused_slots import RefusedSlots
 from dualtrain.gradients.scaling import Scaling
 from dualtrain.gradients.shard_sums import BucketSum, RankSum, ShardSums, copy_all
-from dualtrain.gradients.slots import LARGE_BYTES, REFERENCES, Slot, kept_among, may_be_kept
+from dualtrain.gradients.slots import LARGE_BYTES, REFERENCES, Slot, kept_among, may_be_kept, unpack_all
 from dualtrain.gradients.sparse import has_values
 from dualtrain.gradients.wire_format import WireFormat
 
@@ -333,8 +333,7 @@ class Bucket:
         if self.memory.keeps_views:
             self._put_outside(self._copied)
         else:
-            for slot in self._copied:
-                slot.unpack()
+            unpack_all(self._copied)
         for slot in self._in_place:
             grad = slot.param.grad
             # Another reducer of the same parameter may have replaced ``param.grad`` since ``pack`` ran.

@@ -151,6 +151,7 @@ _EXAMPLE = Slot("", torch.nn.Parameter(torch.empty(0)))
 REFERENCES = sys.getrefcount(_EXAMPLE.alias)
 _EXAMPLE.param.grad = torch.empty(0)
 _CDATA, _REQUIRES_GRAD = attrgetter("_cdata"), attrgetter("requires_grad")
+_ALIAS, _ADDRESS, _STRIDES = attrgetter("alias"), attrgetter("address"), attrgetter("strides")
 
 
 def _count_references(grads: list[torch.Tensor]) -> list[int]:
@@ -206,6 +207,26 @@ def kept_among(slots: list[Slot], grads: list[torch.Tensor]) -> list[tuple[Slot,
         and grad.device == slot.view.device
         and not grad.is_inference()
     ]
+
+
+def unpack_all(slots: Sequence[Slot]) -> None:
+    """Make ``param.grad`` of each slot a tensor that shares the memory of its ``view``, as :meth:`Slot.unpack` does."""
+    # This runs for all gradients in every step, so the checks of ``Slot.unpack`` run in C.
+    aliases = list(map(_ALIAS, slots))
+    if (
+        list(map(torch.Tensor.data_ptr, aliases)) == list(map(_ADDRESS, slots))
+        and list(map(torch.Tensor.stride, aliases)) == list(map(_STRIDES, slots))
+        and not any(map(_REQUIRES_GRAD, aliases))
+        and not any(map(vars, aliases))
+    ):
+        try:
+            for slot, alias in zip(slots, aliases, strict=True):
+                slot.param.grad = alias
+            return
+        except RuntimeError:  # as in ``Slot.unpack``
+            pass
+    for slot in slots:
+        slot.unpack()
 
 
 @torch.no_grad()
