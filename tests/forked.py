@@ -133,10 +133,11 @@ def run_ranks(
 ) -> list[Completed]:
     """Run ``command`` on loopback ranks; return each rank's exit status and output, in rank order.
 
-    ``ranks`` is the number of ranks, or the launcher variables of each rank.
+    ``ranks`` is the number of ranks, or the launcher variables of each rank. Waits up to ``seconds`` for each rank, one
+    after another; if one still runs then, kills all ranks and raises AssertionError.
     """
-    given = rank_variables(ranks) if isinstance(ranks, int) else ranks
-    running = [Forked(command, folder, env={**(os.environ if env is None else env), **each}, cwd=cwd) for each in given]
+    variables = rank_variables(ranks) if isinstance(ranks, int) else ranks
+    running = [Forked(command, folder, env={**(os.environ if env is None else env), **each}, cwd=cwd) for each in variables]
     try:
         return [rank.wait_and_kill(seconds) for rank in running]
     finally:
@@ -216,7 +217,7 @@ def _become(command: list[str], env: dict[str, str], cwd: str, out: str, err: st
     os.environ.update(env)
     os.chdir(cwd)
     multiprocessing.set_start_method(None, force=True)
-    multiprocessing.current_process()._config.pop("tempdir", None)  # this folder belongs to the test process
+    multiprocessing.current_process()._config.pop("tempdir", None)  # multiprocessing's folder of the test process
     status = _run(command)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -1,10 +1,11 @@
-"""Worker processes that are started once, and run test bodies as the ranks of many worlds, one after another.
+"""Worker processes that run test bodies as the ranks of many worlds, one after another.
 
 A test body is a module-level function ``fn(backend, *args)``, which workers import by its name; arguments and results are
 pickled. Only one world is open at a time, because a process can be in only one world of torch and Horovod. If a body fails
 on any rank, all processes are ended, because the world is no longer usable.
 
-Every wait has a timeout. A worker exits when the process that started it has exited, because the pipe between them closes.
+Every wait for a worker has a timeout. A worker exits when the process that started it has exited, because the pipe between
+them closes.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def reference(fn: Callable[..., Any]) -> tuple[str, str]:
     """Return the names of the module and the function by which other processes import ``fn``.
 
     Raises:
-        TypeError: ``fn`` is a lambda or a local function.
+        TypeError: ``fn`` is a lambda, a local function, or an object without a name.
     """
     if "<" in getattr(fn, "__qualname__", "<"):
         raise TypeError(f"{fn!r} cannot be sent to other processes: test bodies are functions at the top of a module")
@@ -147,7 +148,10 @@ class Pool:
             self._workers = [_Worker() for _ in range(self.processes)]
 
     def connect(self, name: str, size: int) -> None:
-        """Open the world of ``size`` ranks on the backend ``name``, unless it is already open. Close other worlds first."""
+        """Open the world of ``size`` ranks on the backend ``name``, unless it is already open.
+
+        First close the world that is open. Raises RankError, as :meth:`run`.
+        """
         if self.open == (name, size):
             return
         self.disconnect()
@@ -157,7 +161,7 @@ class Pool:
         self.open = name, size
 
     def disconnect(self) -> None:
-        """Close the open world; the processes keep running."""
+        """Close the open world; the processes keep running. Raises RankError, as :meth:`run`."""
         if self.open is not None:
             name, size = self.open
             self._values_or_raise(self._call(size, "close", what=f"closing the {name} world of {size}"))
@@ -185,6 +189,7 @@ class Pool:
             worker.end(max(0.0, deadline - time.monotonic()))
 
     def _values_or_raise(self, outcomes: list[Outcome]) -> list[Any]:
+        """Return the values. If a rank has failed, end the processes and raise RankError."""
         failed = [outcome for outcome in outcomes if outcome.error]
         if failed:
             self.close()
@@ -193,6 +198,11 @@ class Pool:
         return [outcome.value for outcome in outcomes]
 
     def _call(self, size: int, *message: Any, what: str, seconds: float = CALL_SECONDS) -> list[Outcome]:
+        """Send ``message`` to the first ``size`` workers, and return their outcomes. Blocks for about ``seconds`` at most.
+
+        After the first failure, blocks for ``AFTER_FAILURE_SECONDS`` at most. A worker that has not answered by then prints
+        its stack traces.
+        """
         workers = self._workers[:size]
         for rank, worker in enumerate(workers):
             worker.send(*message, rank) if message[0] == "open" else worker.send(*message)
@@ -220,6 +230,7 @@ class Pool:
 
 
 def _read(connection: Connection, inbox: queue.SimpleQueue[Any]) -> None:
+    """Put the parent's messages into ``inbox``. When the pipe closes, put ``None``, wait, and end the process."""
     try:
         while True:
             inbox.put(pickle.loads(connection.recv_bytes()))

@@ -40,7 +40,7 @@ NO_START_IN_TEXT = re.compile(NO_START.pattern.replace(r"\A", r'"""\s*'))
 FOREIGN = {"tell", "TryStar"}
 
 
-def checked(pattern: str) -> list[str]:
+def checked_files(pattern: str) -> list[str]:
     paths = sorted(
         path.relative_to(ROOT).as_posix() for top in ("dualtrain", "tests") for path in (ROOT / top).rglob(pattern)
     )
@@ -49,8 +49,8 @@ def checked(pattern: str) -> list[str]:
     ]
 
 
-FILES = [path for path in checked("*.py") if path != "tests/test_language.py"]
-PAGES = ["README.md", "docker/README.md", "launch/README.md", *checked("*.md")]
+FILES = [path for path in checked_files("*.py") if path != "tests/test_language.py"]
+PAGES = ["README.md", "docker/README.md", "launch/README.md", *checked_files("*.md")]
 
 
 @cache

@@ -53,7 +53,7 @@ def loss_of(command, folder, ranks):
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS.keys())
-@pytest.mark.parametrize("ranks", [1, 2], ids=["alone", "together"])
+@pytest.mark.parametrize("ranks", [1, 2], ids=["one rank", "two ranks"])
 def test_example_programs_reduce_the_loss(tmp_path, ranks, program):
     script = tmp_path / "example.py"
     script.write_text(program)

@@ -23,7 +23,7 @@ from dualtrain.backends.short_calls import CallBuffers, is_sent_with_call, longe
 @pytest.fixture
 def channels():
     """Yield a function that connects ranks in this process and returns their channels, which are closed after the test."""
-    made: list[CallChannel] = []
+    opened: list[CallChannel] = []
 
     def make(size):
         ours = []
@@ -31,15 +31,15 @@ def channels():
             for rank in range(1, size):
                 theirs = socket.create_connection(server.getsockname())
                 ours.append(SimpleNamespace(rank=rank, socket=server.accept()[0]))
-                for end in (theirs, ours[-1].socket):
+                for connection in (theirs, ours[-1].socket):
                     # CallChannel must turn this timeout off. It is 9 s in a job; here it is shorter than a test's wait.
-                    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 100)
-                made.append(CallChannel(rank, size, [SimpleNamespace(rank=0, socket=theirs)], wait_for_all))
-        made.insert(0, CallChannel(0, size, ours[::-1], wait_for_all))
-        return made
+                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 100)
+                opened.append(CallChannel(rank, size, [SimpleNamespace(rank=0, socket=theirs)], wait_for_all))
+        opened.insert(0, CallChannel(0, size, ours[::-1], wait_for_all))
+        return opened
 
     yield make
-    for channel in made:
+    for channel in opened:
         channel.close()
 
 
@@ -148,13 +148,13 @@ MOST = partial(longest, one_host=True, few_cores=False)
 
 
 def test_the_limit_of_data_in_a_frame_decreases_with_the_number_of_ranks():
-    found = [longest(size, one_host=True, few_cores=True) >> 10 for size in (2, 8, 16, 4096)]
-    assert found == [1024, 1024, 512, 4]
+    limits = [longest(size, one_host=True, few_cores=True) >> 10 for size in (2, 8, 16, 4096)]
+    assert limits == [1024, 1024, 512, 4]
     assert [MOST(size) >> 10 for size in (2, 8, 16, 4096)] == [512, 128, 64, 4]
 
 
 def answered(messages):
-    """Return what each rank reads from rank 0's reply.
+    """Return the numbers that each rank reads from rank 0's reply, and set the results of the ranks' data.
 
     A message is ([fingerprint, extent], data): the extent is, for example, the call's number of rows; data may be None.
     """
@@ -166,7 +166,7 @@ def answered(messages):
     reply = root.answer(messages[0][1])
     for other in others:
         other.reply[: len(reply)] = reply
-    return tuple(end.read(data) for end, (_, data) in zip((root, *others), messages, strict=True))
+    return tuple(buffers.read(data) for buffers, (_, data) in zip((root, *others), messages, strict=True))
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 7])
@@ -217,16 +217,16 @@ def test_without_the_data_of_all_ranks_the_reply_has_no_result():
     gather = Gather(torch.ones(2, dtype=torch.uint8), unit=1)
     answered([([5, 2], gather), ([5, 3], None)])
     assert gather.result is None
-    ends = Broadcast(1, None), Broadcast(1, None)
-    answered([([5, 0], ends[0]), ([5, 0], ends[1])])
-    assert [end.result for end in ends] == [None, None]
+    copies = Broadcast(1, None), Broadcast(1, None)
+    answered([([5, 0], copies[0]), ([5, 0], copies[1])])
+    assert [copy.result for copy in copies] == [None, None]
 
 
 def test_bytes_of_different_lengths_are_gathered_and_broadcast():
     datas = [torch.arange(length, dtype=torch.uint8) for length in (3, 10)]
-    ends = [Gather(data, unit=1) for data in datas]
-    answered([([5, 3], ends[0]), ([5, 10], ends[1])])
-    assert all(torch.equal(end.result, torch.cat(datas)) for end in ends)
+    gathers = [Gather(data, unit=1) for data in datas]
+    answered([([5, 3], gathers[0]), ([5, 10], gathers[1])])
+    assert all(torch.equal(gather.result, torch.cat(datas)) for gather in gathers)
     copies = Broadcast(1, None), Broadcast(1, datas[1])
     answered([([5, 0], copies[0]), ([5, 0], copies[1])])
     assert all(torch.equal(copy.result, datas[1]) for copy in copies)

@@ -18,7 +18,7 @@ def exchange(backend):
     return backend.exchange([backend.rank, 7])
 
 
-def name_of_an_exchange(backend):
+def exchange_and_keep_its_name(backend):
     """Make an exchange, and keep the name under which Horovod runs it, for the next world."""
     gather = backend.library.allgather_async
 
@@ -33,7 +33,7 @@ def name_of_an_exchange(backend):
         backend.library.allgather_async = gather
 
 
-def exchange_after_a_kept_operation(backend):
+def exchange_during_a_pending_operation(backend):
     """Make an exchange while rank 1 has a pending operation with the name of the earlier world's exchange."""
     if backend.rank == 1:
         backend.library.allgather_async(torch.full((1, 2), -5), name=_kept.pop())
@@ -43,10 +43,10 @@ def exchange_after_a_kept_operation(backend):
 def test_data_of_an_operation_of_an_earlier_world_is_not_received_in_the_next_world(pool):
     require_horovod()
     pool.connect("horovod", 3)
-    assert pool.run(name_of_an_exchange) == [ROWS] * 3
+    assert pool.run(exchange_and_keep_its_name) == [ROWS] * 3
     pool.disconnect()
     pool.connect("horovod", 3)
-    assert pool.run(exchange_after_a_kept_operation) == [ROWS] * 3
+    assert pool.run(exchange_during_a_pending_operation) == [ROWS] * 3
     pool.disconnect()
 
 

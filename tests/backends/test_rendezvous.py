@@ -40,7 +40,7 @@ def rank(number, size=2, **variables):
     return {"RANK": str(number), "WORLD_SIZE": str(size), **{name: str(value) for name, value in variables.items()}}
 
 
-ALONE = {
+FAULTS = {
     "a variable is missing": (
         {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"},
         "MASTER_PORT is not set, but MASTER_ADDR, RANK, WORLD_SIZE are: ",
@@ -91,20 +91,20 @@ ALONE = {
 }
 
 
-def alone(variables, seconds, monkeypatch, capsys):
-    """Run the command line with these environment variables; return its error message."""
+def error_of_command(variables, seconds, monkeypatch, capsys):
+    """Run the command line with these environment variables, assert that it refuses them, and return its error message."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert command.main(["--backend", "torch", "--timeout", str(seconds)]) == 2
     return refusal(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("fault", ALONE)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_rank_that_cannot_join_reports_the_reason(fault, monkeypatch, capsys):
-    variables, said = ALONE[fault]
+    variables, said = FAULTS[fault]
     if variables.get("MASTER_PORT") == "free":
         variables = variables | {"MASTER_PORT": str(free_port())}
-    assert said in alone(variables, 1, monkeypatch, capsys)
+    assert said in error_of_command(variables, 1, monkeypatch, capsys)
 
 
 def test_a_rank_with_another_jobs_secret_is_refused(monkeypatch, capsys):
@@ -112,7 +112,7 @@ def test_a_rank_with_another_jobs_secret_is_refused(monkeypatch, capsys):
     try:
         port = server._listening.getsockname()[1]
         variables = rank(1, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, DUALTRAIN_SECRET="job 1")
-        said = alone(variables, 20, monkeypatch, capsys)
+        said = error_of_command(variables, 20, monkeypatch, capsys)
         assert server.call("count") == 0
     finally:
         server.close()
@@ -322,7 +322,7 @@ def test_a_job_on_one_host_listens_on_the_loopback_interface_alone(backend, tmp_
         assert job.poll() is None, job.errors
         children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
         assert len(children) == 2
-        # The ranks' libraries may still listen, but not the job's process, which served the store.
+        # The ranks' libraries can still listen; the job's process, which served the store, no longer does.
         found = set(listening(children))
         assert found <= {"0100007F"}
         assert found or backend == "horovod"  # Horovod's ranks have closed their ports by now

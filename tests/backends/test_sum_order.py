@@ -65,16 +65,16 @@ def expected(cases):
     return results
 
 
-def assert_equal(found, cases):
-    for ranks in found:
+def assert_equal(results, cases):
+    for ranks in results:
         for mine, right, case in zip(ranks, expected(cases), cases, strict=True):
             assert mine.tobytes() == right.tobytes(), case
 
 
-@pytest.mark.parametrize("gathered", [0, 1 << 20], ids=["all-to-all", "all-gather"])
+@pytest.mark.parametrize("gathered_bytes", [0, 1 << 20], ids=["all-to-all", "all-gather"])
 @pytest.mark.parametrize("shards", COUNTS)
-def test_sums_equal_the_reference_tree_sum_bitwise_on_any_number_of_ranks(shards, gathered, monkeypatch):
-    monkeypatch.setattr(tree_sum, "GATHERED_BYTES", gathered)
+def test_sums_equal_the_reference_tree_sum_bitwise_on_any_number_of_ranks(shards, gathered_bytes, monkeypatch):
+    monkeypatch.setattr(tree_sum, "GATHERED_BYTES", gathered_bytes)
     cases = [(shards, numel) for numel in (1, 2, 7, 1000)]
     for size in (*range(1, shards + 1), shards + 2):
         assert_equal(run_threads(size, sums, cases), cases)
@@ -113,19 +113,19 @@ def test_a_sum_in_rank_order_has_different_bits():
 def test_shards_are_split_evenly_and_a_rank_sends_few_partial_sums(shards):
     for size in range(1, shards + 3):
         order = SumOrder(shards, size)
-        lengths = [len(owned) for owned in order.ranges]
+        lengths = [len(part) for part in order.ranges]
         assert sum(lengths) == shards
         assert max(lengths) - min(lengths) <= 1
-        assert sorted(shard for owned in order.ranges for shard in owned) == list(range(shards))
+        assert sorted(shard for part in order.ranges for shard in part) == list(range(shards))
         assert order.buffers <= shards.bit_length()
         if shards % size == 0 and (shards // size).bit_count() == 1 and shards.bit_count() == 1:
             assert all(len(nodes) == 1 for nodes in order.owned)
 
 
-def sum_with_flushed_subnormals(backend):
+def sum_while_torch_flushes_subnormals(backend):
     """Add four shards, of which the first two have a subnormal sum, after ``torch.set_flush_denormal(True)``.
 
-    Return the bits of the sum. One rank adds the first two in ``add_shard``, and a rank of two adds them in ``start``.
+    Return the bits of the sum. The first two are added in ``add_shard`` on one rank, and in ``start`` on rank 0 of two.
     """
     order, tiny = sum_order(4, backend.size), torch.finfo(torch.float32).tiny
     rows = [torch.full((4,), 1.5 * tiny), torch.full((4,), -tiny), torch.zeros(4), torch.zeros(4)]
@@ -143,10 +143,10 @@ def sum_with_flushed_subnormals(backend):
     return wire.view(torch.int32).tolist()
 
 
-def test_sums_with_flushed_subnormal_numbers_are_the_same_on_any_number_of_ranks():
+def test_sums_keep_subnormal_numbers_that_torch_would_flush_on_any_number_of_ranks():
     right = torch.full((4,), 0.5 * torch.finfo(torch.float32).tiny).view(torch.int32).tolist()
     for size in (1, 2):
-        assert run_threads(size, sum_with_flushed_subnormals) == [right] * size
+        assert run_threads(size, sum_while_torch_flushes_subnormals) == [right] * size
 
 
 def test_a_sum_order_without_shards_is_refused():

@@ -22,7 +22,8 @@ SECONDS = 60.0
 # The fake interpreter. `-m venv` copies it to bin/python; `-m pip` runs the file "pip" as shell code. For setup.sh's
 # checks of torch and of Horovod, it prints the files "torch" and "horovod". The real Python runs everything else. Each
 # program given with -c runs only once: later calls print the kept output (see ONCE). When pip builds Horovod's wheel,
-# pip's environment variables are written to the file "build".
+# pip's environment variables are written to the file "build". pip also copies the file given by --constraint to
+# "constraints", and the folder "toolkit" into the folder for a package of nvcc.
 PYTHON = """#!/bin/bash
 here={folder}
 {once}

@@ -244,7 +244,7 @@ def test_ending_a_job_returns_the_pid_of_a_launcher_that_survives_sigkill(tmp_pa
         ("SIGKILL of the launcher", "process {launcher}"),
     ],
 )
-def test_every_sigkill_fault_kills_its_process(name, target, running_job):
+def test_a_sigkill_fault_kills_its_process(name, target, running_job):
     fault = next(fault for fault in FAULTS if fault.name == name)
     assert fault.inject(running_job, random.Random(0)) == target.format(launcher=running_job.launcher)
     assert running_job._launcher.wait(20) == -signal.SIGKILL

@@ -28,8 +28,8 @@ RUN_POLICY |= {"ttlSecondsAfterFinished", "managedBy"}
 
 
 def replicas(kind: str) -> dict[str, Any]:
-    found: dict[str, Any] = JOBS[kind]["spec"][KINDS[kind]]
-    return found
+    specs: dict[str, Any] = JOBS[kind]["spec"][KINDS[kind]]
+    return specs
 
 
 PODS = {f"{kind}-{name}": replica["template"]["spec"] for kind in KINDS for name, replica in replicas(kind).items()}
@@ -93,9 +93,9 @@ def test_no_pod_runs_as_root_and_every_pod_requests_resources(pod):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_pods_of_ranks_mount_memory_at_dev_shm(kind):
-    found = replicas(kind)
-    for name in found if kind == "PyTorchJob" else ["Worker"]:  # an MPIJob's launcher has no ranks
-        pod = found[name]["template"]["spec"]
+    specs = replicas(kind)
+    for name in specs if kind == "PyTorchJob" else ["Worker"]:  # an MPIJob's launcher has no ranks
+        pod = specs[name]["template"]["spec"]
         mounted = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
         volumes = {volume["name"]: volume for volume in pod["volumes"]}
         assert volumes[mounted["/dev/shm"]]["emptyDir"]["medium"] == "Memory"

@@ -160,16 +160,16 @@ def change(path: Path, **values: object) -> None:
 
 
 def test_a_users_own_model_is_built_and_must_fit_the_weights(run, digits, capsys):
-    change(run / "config.json", model="tests.commands.test_predict:other")
+    change(run / "config.json", model="tests.commands.test_predict:model_with_3_classes")
     assert main([str(run), digits[0]]) == 2
     error = capsys.readouterr().err
     assert error.startswith("dualtrain: error: ")
-    assert "does not fit the model tests.commands.test_predict:other" in error
-    safetensors.torch.save_file(other().state_dict(), run / "model.safetensors")
+    assert "does not fit the model tests.commands.test_predict:model_with_3_classes" in error
+    safetensors.torch.save_file(model_with_3_classes().state_dict(), run / "model.safetensors")
     assert main([str(run), digits[0]]) == 0
 
 
-def other() -> torch.nn.Module:
+def model_with_3_classes() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 3))
 
 

@@ -246,9 +246,9 @@ def mixed(backend, extra, unused):
             mixed_loss(model, backend.rank).backward()
             check(gradients(model), expected, rtol=3e-2, atol=2e-3)
             assert optimizer.extra.tolist() == [backend.size * (backend.size + 1) / 2] * extra
-    found = [{slot.param.dtype for slot in bucket.slots} for bucket in optimizer.reducer.buckets]
-    assert all(len(dtypes) == 1 for dtypes in found)
-    assert set().union(*found) == {p.dtype for p in model.parameters()}
+    of_buckets = [{slot.param.dtype for slot in bucket.slots} for bucket in optimizer.reducer.buckets]
+    assert all(len(dtypes) == 1 for dtypes in of_buckets)
+    assert set().union(*of_buckets) == {p.dtype for p in model.parameters()}
 
 
 def test_one_model_may_mix_dtypes(typical):
@@ -332,7 +332,10 @@ def test_a_rank_without_backward_adds_zeros_at_step(spmd):
 
 
 def changed_by_some_ranks(backend, change, synchronize):
-    """Change the averages before the step. The last rank has no backward, and changes them only after ``synchronize``."""
+    """Change the averages before the step. The last rank has no backward, and changes them only with ``synchronize``.
+
+    Without ``synchronize``, the step must fail on the other ranks.
+    """
     model = perceptron()
     optimizer = sgd(model, backend, momentum=0.9)
     for _ in range(2):
@@ -887,7 +890,10 @@ def test_gradients_are_averaged_with_activation_checkpointing(typical):
 
 
 class Segments(nn.Module):
-    """Model whose trained layers are all in checkpointed segments; the last layer's segment is inside another segment."""
+    """Model whose trained layers are all in checkpointed segments; the last layer's segment is inside another segment.
+
+    With ``reentrant=None``, it computes the same without checkpoints.
+    """
 
     def __init__(self, reentrant=None):
         super().__init__()
@@ -1163,7 +1169,10 @@ def test_no_bucket_is_sent_after_one_that_was_interrupted(adds):
 
 
 def fails_to_send(backend, method):
-    """Let ``method`` of a bucket fail on rank 0: each later call there must raise an error that names this failure."""
+    """Let ``method`` of a bucket fail on rank 0.
+
+    There, each later backward, ``synchronize`` and ``step`` must raise an error that names this failure.
+    """
 
     def fail():
         raise MemoryError("no memory for the bucket")
@@ -1347,7 +1356,7 @@ def grouped(backend):
     model = conv_net()
     chosen = [[model[0].weight, model[7].bias], [model[5].weight]]
     expected = mean_gradients(model, of_every_rank(backend, image_loss))
-    # Like ``layer.parameters()``, the groups are generators.
+    # Like ``layer.parameters()``, the groups are iterators.
     transfer = Transfer(groups=(iter(group) for group in chosen), bucket_bytes=0)
     reducer = GradientReducer(model.named_parameters(), backend, transfer=transfer)
     for _ in range(2):
@@ -1465,7 +1474,10 @@ def test_a_step_does_not_use_gradients_that_were_dropped_after_all_were_sent(typ
 
 
 def drops_sums_later(backend, drop):
-    """End the exchange with ``synchronize()``, and drop the sums by ``zero_grad()`` of the model, not the optimizer."""
+    """End the exchange with ``synchronize()``, and drop the sums by ``zero_grad()`` of the model, not the optimizer.
+
+    With ``drop="no_sync"``, the next backward is inside ``no_sync``.
+    """
     model = Fragile()
     with small_buckets((1, 1)):
         optimizer = sgd(model, backend)

@@ -70,11 +70,11 @@ def separate_gradients(params):
 def clips_own_memory(backend, make, inputs, accumulate):
     """Train with gradients in the program's memory, which the program zeroes and halves; compare with one process."""
     x = torch.linspace(-1, 1, backend.size * inputs).view(backend.size, inputs) / inputs
-    model, alone = (seeded(nn.Sequential(nn.Linear(inputs, 2), nn.Linear(2, 2))) for _ in range(2))
+    model, reference = (seeded(nn.Sequential(nn.Linear(inputs, 2), nn.Linear(2, 2))) for _ in range(2))
     optimizer = sgd(model, backend)
     params = list(model.parameters())
     memory = make(params)
-    plain = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+    plain = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
     for _ in range(3):
         for each in memory:
             each.zero_()
@@ -87,9 +87,9 @@ def clips_own_memory(backend, make, inputs, accumulate):
             each.mul_(0.5)
         optimizer.step()
         plain.zero_grad()
-        (alone(x).square().mean() * (1 if accumulate else 0.5)).backward()
+        (reference(x).square().mean() * (1 if accumulate else 0.5)).backward()
         plain.step()
-        torch.testing.assert_close(params, list(alone.parameters()), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(params, list(reference.parameters()), rtol=1e-5, atol=1e-6)
     optimizer.close()
 
 
@@ -210,28 +210,28 @@ def test_gradients_are_averaged_in_inference_mode(typical):
     typical(reduces_in_inference_mode)
 
 
-def penalizes(backend, retain):
+def penalizes(backend, keep_gradients):
     """Add a penalty on the averaged gradients, and backpropagate it through their graph; compare with one process."""
     losses = [partial(vector_loss, key=rank) for rank in range(backend.size)]
-    model, alone = perceptron(), perceptron()
+    model, reference = perceptron(), perceptron()
     optimizer = sgd(model, backend)
     for _ in range(2):
-        for each in (optimizer, alone):
+        for each in (optimizer, reference):
             each.zero_grad()
         losses[backend.rank](model).backward(create_graph=True)
         assert all(p.grad.requires_grad for p in model.parameters())
         penalty = sum(p.grad.square().sum() for p in model.parameters())
-        if not retain:
+        if not keep_gradients:
             optimizer.zero_grad()
         penalty.backward()
-        (sum(loss(alone) for loss in losses) / backend.size).backward(create_graph=True)
-        penalty = sum(p.grad.square().sum() for p in alone.parameters())
-        if not retain:
-            alone.zero_grad()
+        (sum(loss(reference) for loss in losses) / backend.size).backward(create_graph=True)
+        penalty = sum(p.grad.square().sum() for p in reference.parameters())
+        if not keep_gradients:
+            reference.zero_grad()
         penalty.backward()
-        for p, expected in zip(model.parameters(), alone.parameters(), strict=True):
+        for p, expected in zip(model.parameters(), reference.parameters(), strict=True):
             torch.testing.assert_close(p.grad.detach(), expected.grad.detach(), rtol=1e-5, atol=1e-6)
-    for each in (optimizer, alone):
+    for each in (optimizer, reference):
         each.zero_grad()  # break the reference cycles between parameters and gradients
     optimizer.close()
 
@@ -270,13 +270,13 @@ def test_may_be_kept_is_true_only_for_gradients_that_the_program_keeps():
     # ``may_be_kept`` counts references. If a version of Python or torch holds more references to a gradient than expected,
     # dualtrain copies each averaged gradient, which takes time.
     model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Flatten(), nn.Linear(8, 2))
-    params, found = list(model.parameters()), []
+    params, results = list(model.parameters()), []
     for p in params:
-        p.register_post_accumulate_grad_hook(lambda p: found.append(may_be_kept([p.grad])))
+        p.register_post_accumulate_grad_hook(lambda p: results.append(may_be_kept([p.grad])))
     for _ in range(2):
         model.zero_grad()
         model(torch.ones(2, 1, 4, 4)).sum().backward()
-    assert found == [False] * 2 * len(params)
+    assert results == [False] * 2 * len(params)
     assert not may_be_kept([p.grad for p in params])
     for keep in (lambda grad: grad, lambda grad: grad.detach(), lambda grad: grad.view(-1)):
         kept = keep(params[-1].grad)

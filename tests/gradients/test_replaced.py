@@ -96,8 +96,8 @@ def expected(size, replace):
     optimizer = sgd_of(model)
     for step in range(STEPS):
         keys = range(step * size, (step + 1) * size)
-        found = mean_gradients(model, [lambda m, key=key: vector_loss(m, key) for key in keys])
-        for p, grad in zip(model.parameters(), found, strict=True):
+        averages = mean_gradients(model, [lambda m, key=key: vector_loss(m, key) for key in keys])
+        for p, grad in zip(model.parameters(), averages, strict=True):
             p.grad = grad
         replace(model)
         optimizer.step()
@@ -328,10 +328,10 @@ def layout_of_one_rank(backend, change):
     late = nn.Parameter(torch.zeros(3), requires_grad=False)
     inner = torch.optim.SGD([*model.parameters(), late], lr=0.1)
     optimizer = DistributedOptimizer(inner, backend=backend)
-    own = nn.Parameter(torch.ones(backend.rank + 1))  # not a parameter of the optimizer
+    unlisted = nn.Parameter(torch.ones(backend.rank + 1))  # not a parameter of the optimizer
 
     def loss():
-        return vector_loss(model, backend.rank) + (late * (backend.rank + 1)).sum() + own.sum()
+        return vector_loss(model, backend.rank) + (late * (backend.rank + 1)).sum() + unlisted.sum()
 
     for _ in range(2):  # gradients lie in the buckets from the second step on
         loss().backward()
@@ -533,17 +533,17 @@ def refused_and_repeated(backend):
             listed += [with_gradient()] * backend.rank
             return lambda: listed.__delitem__(slice(2, None))
 
-        native = DistributedOptimizer(torch.optim.SGD(params, 1.0), named, backend=backend)
-        undo = train(native)
+        wrapped = DistributedOptimizer(torch.optim.SGD(params, 1.0), named, backend=backend)
+        undo = train(wrapped)
         with pytest.raises(BackendError, match="rank 1: group 0 parameter 2"):
             backward()
         undo()
-        dropped(params, native.step, backward, native.zero_grad)
-        native.close()
+        dropped(params, wrapped.step, backward, wrapped.zero_grad)
+        wrapped.close()
         with library(backend) as hvd:
             optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params, 1.0), named)
 
-            def refused(optimizer=optimizer, train=train, backward=backward):
+            def make_refused_change(optimizer=optimizer, train=train, backward=backward):
                 optimizer.zero_grad()
                 undo = train(optimizer)
                 backward()
@@ -551,9 +551,9 @@ def refused_and_repeated(backend):
                     optimizer.step()
                 undo()
 
-            refused()
+            make_refused_change()
             dropped(params, optimizer.step, backward, optimizer.zero_grad)
-            refused()  # a rank may also join after the refusal
+            make_refused_change()  # a rank may also join after the refusal
             if hvd.rank() == 0:
                 before = params[0][0].item()
                 backward()
@@ -690,13 +690,13 @@ def tied_later(backend):
     """Tie two parameters of one optimizer, replace a parameter by a frozen one, and put a replaced parameter back."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     optimizer = sgd(seeded(model), backend)
-    own = model[1].weight
+    weight = model[1].weight
     model[1].weight = model[0].weight
     model(torch.ones(1, 3)).sum().backward()
     model[1].bias = nn.Parameter(torch.ones(3), requires_grad=False)
     model(torch.ones(1, 3)).sum().backward()
     model[1].weight = nn.Parameter(torch.ones(3, 3))
-    model[1].weight = own
+    model[1].weight = weight
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()
     assert same_on_all(backend, list(model.parameters()))

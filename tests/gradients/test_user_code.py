@@ -122,14 +122,14 @@ def test_parameters_in_another_order_on_each_rank_are_refused(typical):
     typical.each(lists_parameters_in_another_order, [(False,), (True,)])
 
 
-def adds_a_group_again(backend, keep):
+def adds_a_group_again(backend, zero_in_place):
     """List each weight twice in its group; later remove a group from the optimizer, and add it again."""
     model = perceptron()
     base = torch.optim.SGD([{"params": [p, p]} if p.dim() > 1 else {"params": [p]} for p in model.parameters()], 0.1)
     wrapped = DistributedOptimizer(base, backend=backend)
     expected = mean_gradients(model, of_every_rank(backend, vector_loss))
     for step in range(4):
-        wrapped.zero_grad(set_to_none=not keep)
+        wrapped.zero_grad(set_to_none=not zero_in_place)
         vector_loss(model, backend.rank).backward()
         for p, grad in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(p.grad, grad, rtol=1e-5, atol=1e-6)
@@ -282,7 +282,7 @@ def test_a_parameter_converted_in_backward_is_refused_on_all_ranks(typical):
     typical(converts_a_parameter_in_backward)
 
 
-def unfreezes_in_backward(backend, numel, keep):
+def unfreezes_in_backward(backend, numel, zero_in_place):
     """Unfreeze a parameter during backward, when only rank 0 has sent the gradient of ``last``; return the error or ""."""
     frozen, first, extra = (nn.Parameter(torch.ones(3)) for _ in range(3))
     last = nn.Parameter(torch.ones(numel))
@@ -294,7 +294,7 @@ def unfreezes_in_backward(backend, numel, keep):
 
     for step in range(3):
         for _, p in named:
-            p.grad = p.grad.zero_() if keep and p.grad is not None else None
+            p.grad = p.grad.zero_() if zero_in_place and p.grad is not None else None
         scaled = first * (backend.rank + 1)
         if step == 2:
             scaled.register_hook(unfreeze)
@@ -311,10 +311,10 @@ def unfreezes_in_backward(backend, numel, keep):
     return ""
 
 
-@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("zero_in_place", [False, True])
 @pytest.mark.parametrize("numel", SIZES)
-def test_a_parameter_unfrozen_in_backward_gives_averages_or_an_error_on_all_ranks(typical, numel, keep):
-    errors = typical(unfreezes_in_backward, numel, keep)
+def test_a_parameter_unfrozen_in_backward_gives_averages_or_an_error_on_all_ranks(typical, numel, zero_in_place):
+    errors = typical(unfreezes_in_backward, numel, zero_in_place)
     if any(errors):
         assert all("added or unfrozen during backward, when one of the ranks" in error for error in errors)
 
@@ -348,10 +348,10 @@ def zeroes_in_hooks(backend, place, bucket_bytes):
     def zero(p):
         p.grad.zero_()
 
-    def register(here):
-        if place == here == "node":
+    def register(hook_place):
+        if place == hook_place == "node":
             return [node.register_hook(lambda *_, p=p: zero(p)) for node, p in zip(nodes, params, strict=True)]
-        return [p.register_post_accumulate_grad_hook(zero) for p in params] if place == here else []
+        return [p.register_post_accumulate_grad_hook(zero) for p in params] if place == hook_place else []
 
     nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in params]
     with small_buckets(bucket_bytes):

@@ -233,8 +233,8 @@ def test_check_host_updates_sends_only_plain_values():
     held._bcast_object = mock.Mock(side_effect=lambda obj: obj)
     held.on_hosts_updated(1, UPDATES.mixed)
     assert skip_sync_of_interrupt(held) is False
-    ((found,), _) = held._bcast_object.call_args
-    assert [type(value) for value in found] == [int, int, int]
+    ((values,), _) = held._bcast_object.call_args
+    assert [type(value) for value in values] == [int, int, int]
 
 
 def test_commit_saves_before_it_raises():
@@ -419,12 +419,12 @@ def test_schedulers_are_rolled_back(sent, kind):
     held = elastic.TorchState(optimizer=optimizer, scheduler=scheduler)
 
     def rates(steps):
-        found = []
+        values = []
         for _ in range(steps):
             optimizer.step()
             scheduler.step()
-            found.append(optimizer.param_groups[0]["lr"])
-        return found
+            values.append(optimizer.param_groups[0]["lr"])
+        return values
 
     rates(1)
     held.commit()
@@ -612,7 +612,7 @@ def test_users_can_register_their_own_handlers(sent):
 
 def split(library, samples, size, *, shuffle=True, seed=0, epoch=0, processed=0):
     """Return, for each rank of a world of ``size``, the samples and attributes of its sampler from ``library``."""
-    found = []
+    results = []
     for rank in range(size):
         if library == "dualtrain":
             cls, module = elastic.ElasticSampler, sampler
@@ -624,8 +624,8 @@ def split(library, samples, size, *, shuffle=True, seed=0, epoch=0, processed=0)
             one = cls(list(range(samples)), shuffle=shuffle, seed=seed)
             one.load_state_dict({"epoch": epoch, "processed_num": processed})
             names = "epoch processed_num num_replicas rank remaining_indices num_samples total_size seed shuffle"
-            found.append((list(one), one.indices, len(one), one.state_dict(), [getattr(one, n) for n in names.split()]))
-    return found
+            results.append((list(one), one.indices, len(one), one.state_dict(), [getattr(one, n) for n in names.split()]))
+    return results
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

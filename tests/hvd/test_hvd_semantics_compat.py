@@ -181,14 +181,14 @@ CASES = {
 
 def defective(backend, titles, compat_mode):
     """Return, for each case in ``titles``, the resulting tensors and the recorded defects with their files."""
-    found = {}
+    results = {}
     env = {"DUALTRAIN_HVD_COMPAT": "1"} if compat_mode else {}
     with library(backend, **env) as hvd:
         for title in titles:
             compat._reproduced.clear()
             tensors = CASES[title][0](hvd)
-            found[title] = tensors, [(what, os.path.basename(file)) for what, file, _ in compat.reproduced()]
-    return found
+            results[title] = tensors, [(what, os.path.basename(file)) for what, file, _ in compat.reproduced()]
+    return results
 
 
 #: Results in the torch world, for the comparison in the Horovod world: "torch" in compat mode, "plain" without it.

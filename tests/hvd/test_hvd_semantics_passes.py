@@ -21,12 +21,12 @@ CHANGES = {
 
 
 def act(optimizer, params, actions, factor, passes_run=0):
-    """Run ``actions``: "b" is a backward pass, and a number is the new number of passes.
+    """Run ``actions``: "b" is a backward pass, "zero" is ``zero_grad()``, and a number is the new number of passes.
 
     Return, for each step, by how much it has decreased each parameter. With a learning rate of 1, this is the gradient.
     The gradients of the first pass are ``factor``, those of the second are ten times as large, and so on.
     """
-    found = []
+    decreases = []
     for action in actions.split():
         if action == "b":
             (sum(p.sum() for p in params) * 10.0**passes_run * factor).backward()
@@ -34,12 +34,12 @@ def act(optimizer, params, actions, factor, passes_run=0):
         elif action == "step":
             before = [p.detach().clone() for p in params]
             optimizer.step()
-            found.append([(old - p)[0].item() for old, p in zip(before, params, strict=True)])
+            decreases.append([(old - p)[0].item() for old, p in zip(before, params, strict=True)])
         elif action == "zero":
             optimizer.zero_grad()
         else:
             optimizer.set_backward_passes_per_step(int(action))
-    return found
+    return decreases
 
 
 def wrapped(hvd, name, passes, **options):

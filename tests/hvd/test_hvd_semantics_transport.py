@@ -96,7 +96,7 @@ def test_shared_memory_adds_in_rank_order(real):
     real(in_rank_order)
 
 
-def away(backend, folder):
+def steps_while_rank_0_makes_no_call(backend, folder):
     """Let rank 0 make no call of ``hvd`` between its backward and the end of rank 1's step.
 
     A step has 12 sums, one for each parameter. Rank 0's engine thread must advance all of them in this time. From the
@@ -105,14 +105,15 @@ def away(backend, folder):
     marks, send = Path(folder), engine.Engine.send
     allowed = [math.inf]
 
-    def send_once(self, message):
+    def send_if_allowed(self, message):
         if message["kind"] == "progress":
             allowed[0] -= 1
         if message["kind"] != "progress" or allowed[0] >= 0:
             send(self, message)
 
-    once, changes = mock.patch.object(engine.Engine, "send", send_once), {"_PROGRESS_SECONDS": 0.01, "_CHECKS": math.inf}
-    with library(backend, HOROVOD_FUSION_THRESHOLD="0") as hvd, once, mock.patch.multiple(engine, **changes):
+    limit = mock.patch.object(engine.Engine, "send", send_if_allowed)
+    changes = {"_PROGRESS_SECONDS": 0.01, "_CHECKS": math.inf}
+    with library(backend, HOROVOD_FUSION_THRESHOLD="0") as hvd, limit, mock.patch.multiple(engine, **changes):
         params, optimizer = wrapped(hvd, "away", (torch.float32,) * 6)
         for step in range(3):
             torch.autograd.backward(params, [torch.full_like(p, hvd.rank() + 1.0) for p in params])
@@ -131,7 +132,7 @@ def away(backend, folder):
 
 @OURS_2
 def test_a_step_does_not_wait_for_the_other_ranks_step(real, tmp_path):
-    real(away, str(tmp_path))
+    real(steps_while_rank_0_makes_no_call, str(tmp_path))
 
 
 def crossed(backend):
@@ -200,7 +201,7 @@ def test_gradients_are_summed_once_in_the_step_in_which_parameters_are_added(rea
     assert real(grown, way) == [[[-16.0], [-12.0], [-18.0], [-9.0]]] * 2
 
 
-def refused(backend):
+def fails_to_map(backend):
     """Make the mapping of shared memory fail on rank 1."""
     problem = PermissionError(13, "Permission denied") if backend.rank else None
     with library(backend) as hvd, mock.patch.object(segment, "_open", side_effect=problem):
@@ -222,7 +223,7 @@ def different(backend):
 
 @OURS_2
 def test_gloo_replaces_unusable_shared_memory_and_different_transports_are_refused(real):
-    real(refused)
+    real(fails_to_map)
     real(different)
 
 

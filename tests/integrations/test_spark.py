@@ -42,11 +42,11 @@ def by_value(x):  # defined in __main__
 show(run(by_value, (4,), num_proc=2, env={"MINE": "m", "HOROVOD_RANK": "7"}))
 """
     )
-    ranks, one, here, by_value = map(json.loads, lines)
+    ranks, in_tasks, on_driver, by_value = map(json.loads, lines)
     assert [rank["place"] for rank in ranks] == [[0, 2, 0, 2], [1, 2, 1, 2]]
     assert {rank["library"] for rank in ranks} == {"dualtrain"}
     assert ranks[0]["weights"] == ranks[1]["weights"]
-    assert one == here == ranks[0]
+    assert in_tasks == on_driver == ranks[0]
     assert by_value == [[40, "m", "spark"], [41, "m", "spark"]]
 
 

@@ -110,7 +110,7 @@ class Host:
         self.pid = self._first.pid
 
     def wait_until_up(self) -> None:
-        """Block until the host is up."""
+        """Block until the host is up; raise RuntimeError if its first process exits instead."""
         assert self._first.stdout is not None
         if self._first.stdout.readline() != "up\n":  # the line is empty if the process has exited
             raise RuntimeError(f"{self.name} did not start: {self._log.read_text()}")

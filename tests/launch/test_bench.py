@@ -21,17 +21,17 @@ def test_a_small_run_writes_its_files_and_all_contenders_end_with_the_same_weigh
         cwd=ROOT, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert end.returncode == 0, end.stderr
-    found = json.loads((tmp_path / "out" / "bench.json").read_text())
-    measured = {name for name, column in found["samples"].items() if column[0] is not None}
+    report = json.loads((tmp_path / "out" / "bench.json").read_text())
+    measured = {name for name, column in report["samples"].items() if column[0] is not None}
     assert measured | {"fabric"} == set(contenders.split(",")), end.stderr
-    compared = [r for r in found["rows"] if r["job"] in ("tiny", "small")]
+    compared = [r for r in report["rows"] if r["job"] in ("tiny", "small")]
     assert len(compared) >= 2 * 3
-    apart = [r for r in compared if not r["group"].endswith("in the same processes")]
-    assert {r["weights"] for r in apart} == {"same"}
-    assert {r["other"] for r in compared if r not in apart} == {"alone", "one-number"}  # neither reduces gradients
-    assert {r["found"]["pairs"] for r in found["rows"]} == {1}
-    assert end.stdout.splitlines()[-1] == found["answer"]
-    assert found["answer"].startswith("Should we move from Horovod to torch? ")
+    separate = [r for r in compared if not r["group"].endswith("in the same processes")]
+    assert {r["weights"] for r in separate} == {"same"}
+    assert {r["other"] for r in compared if r not in separate} == {"alone", "one-number"}  # neither reduces gradients
+    assert {r["found"]["pairs"] for r in report["rows"]} == {1}
+    assert end.stdout.splitlines()[-1] == report["answer"]
+    assert report["answer"].startswith("Should we move from Horovod to torch? ")
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["bench.html", "bench.json", "bench.svg"]
     assert (tmp_path / "out" / "bench.svg").read_text().startswith("<svg ")
 
@@ -45,7 +45,7 @@ def test_the_users_launch_command_starts_the_contenders(tmp_path):
         cwd=ROOT, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert end.returncode == 0, end.stderr
-    found = json.loads((tmp_path / "bench.json").read_text())
-    assert set(found["samples"]) == {TUNED, "native"}, end.stderr
-    assert "cannot start it" in found["missing"]["hvd-mpi"] or "not installed" in found["missing"]["hvd-mpi"]
-    assert found["machine"]["ranks"].startswith("2, started by ")
+    report = json.loads((tmp_path / "bench.json").read_text())
+    assert set(report["samples"]) == {TUNED, "native"}, end.stderr
+    assert "cannot start it" in report["missing"]["hvd-mpi"] or "not installed" in report["missing"]["hvd-mpi"]
+    assert report["machine"]["ranks"].startswith("2, started by ")

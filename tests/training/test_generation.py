@@ -43,7 +43,7 @@ def locked(folder: Path) -> FolderLock:
 
 
 def supersede(folder: Path) -> None:
-    """Create the file of the next generation, like a process on another host that takes over the folder."""
+    """Create the file of the next generation and remove the older files, like a process on another host that takes over."""
     number = generation.newest(folder) + 1
     descriptor = generation.create(folder, number, generation.Owner(7, "elsewhere", 7, "now"))
     assert descriptor is not None

@@ -120,7 +120,7 @@ def test_the_last_layers_of_the_tutorials_models_have_the_tutorials_sizes():
 
 
 def as_in_the_tutorials(model):
-    """Build the same layers, with ReLU before pooling as in the PyTorch tutorials these models come from."""
+    """Return a model of the same layers, with ReLU before pooling as in the PyTorch tutorials these models come from."""
     layers = list(model)
     for number, (layer, following) in enumerate(itertools.pairwise(layers)):
         if isinstance(layer, nn.MaxPool2d) and isinstance(following, nn.ReLU):

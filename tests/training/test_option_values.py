@@ -22,7 +22,7 @@ SAME = [
     *("original", "match_rms_adamw", '"original"', "'original'", '"0.5"', "'0.5'", "a b", "x=y", "5x"),
 ]
 #: Text: (value when PyYAML read it, value now).
-OTHERWISE = {
+DIFFERENT = {
     "1:30": (90, (1.0, 30.0)),  # sexagesimal
     "010": (8, 10.0),  # octal
     "007": (7, 7.0),
@@ -37,7 +37,7 @@ OTHERWISE = {
 
 
 def with_yaml(text):
-    """Return the value that a text had when ``--optimizer-options`` used PyYAML."""
+    """Return the value that a text had when ``--optimizer-options`` used PyYAML. Skip the test if PyYAML is missing."""
     yaml = pytest.importorskip("yaml", reason="needs PyYAML: pip install PyYAML")
     value = yaml.safe_load(text)
     if isinstance(value, str):
@@ -58,9 +58,9 @@ def test_most_option_values_are_read_as_yaml_reads_them(text):
     assert_alike(option_value(text), with_yaml(text))
 
 
-@pytest.mark.parametrize("text", OTHERWISE)
+@pytest.mark.parametrize("text", DIFFERENT)
 def test_some_option_values_are_read_differently_from_yaml(text):
-    before, now = OTHERWISE[text]
+    before, now = DIFFERENT[text]
     assert_alike(with_yaml(text), before)
     assert_alike(option_value(text), now)
 

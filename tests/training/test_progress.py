@@ -63,10 +63,10 @@ def slow_data():
 def test_progress_lines_name_the_phase_during_start_steps_and_evaluation(tmp_path, capsys, monkeypatch):
     for name in ("start_of", "make_optimizer", "claim"):
         monkeypatch.setattr(loop, name, slowed(getattr(loop, name)))
-    own = ["--model", f"{__name__}:slow_model", "--dataset", f"{__name__}:slow_data", "--workers", "0", "--threads", "1"]
+    task = ["--model", f"{__name__}:slow_model", "--dataset", f"{__name__}:slow_data", "--workers", "0", "--threads", "1"]
     flags = ["--batch-size", "4", "--epochs", "2", "--log-seconds", "0.02", "--log-every", "1", "--run-dir", str(tmp_path)]
     monkeypatch.setattr(backends, "connect", slowed(backends.connect))
-    assert main([*own, *flags]) == 0
+    assert main([*task, *flags]) == 0
     said = capsys.readouterr().out
     for line in (
         r"connecting the ranks for 0 s",

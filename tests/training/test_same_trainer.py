@@ -241,6 +241,7 @@ def penalised(strength: float) -> dict[str, Any]:
 
 
 def make(backend, arguments: dict[str, Any]) -> str:
+    """Make a trainer; return the class and message of its error, or an empty text."""
     try:
         Trainer(arguments.pop("model"), arguments.pop("optimizer"), backend=backend, **arguments)
     except (RanksDifferError, BackendError) as error:
@@ -281,8 +282,8 @@ def test_the_arguments_of_a_trainer_are_compared_between_ranks():
 
 def test_optimizer_states_of_parameters_outside_of_the_model_are_compared():
     others = [nn.Parameter(torch.zeros(1)) for _ in range(2)]
-    found = same_run._optimizer(with_state(SGD(others, 0.1), 1.0), net())
-    assert len([name for name in found if name.startswith("optimizer.state of ")]) == 2
+    description = same_run._optimizer(with_state(SGD(others, 0.1), 1.0), net())
+    assert len([name for name in description if name.startswith("optimizer.state of ")]) == 2
 
 
 def other_epochs(backend) -> str:

@@ -80,14 +80,14 @@ def unequal_batches(backend) -> None:
         done = trainer.step(passes, expected=40.0, control_flags=(1.0, float(backend.rank == 0), 0.0))
         assert done.control_flags == [float(backend.size), 1.0, 0.0]
         assert done.sums[1].item() == 23
-    alone = net()
+    reference = net()
     train_in_one_process(
-        alone,
-        torch.optim.SGD(alone.parameters(), 0.5, momentum=0.9),
+        reference,
+        torch.optim.SGD(reference.parameters(), 0.5, momentum=0.9),
         4,
         change=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
     )
-    assert_close(alone, model)
+    assert_close(reference, model)
 
 
 def test_a_clipped_step_of_ranks_with_unequal_batches_and_several_passes_equals_that_of_one_process(spmd):
@@ -148,9 +148,9 @@ def compressed(backend) -> list[float]:
     model = net()
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, compress="fp16")
     done = trainer.step([tuple(part_of(backend, data()))], 23.0)
-    alone = net()
-    train_in_one_process(alone, torch.optim.SGD(alone.parameters(), 0.1), 1)
-    assert_close(alone, model, 1e-3)
+    reference = net()
+    train_in_one_process(reference, torch.optim.SGD(reference.parameters(), 0.1), 1)
+    assert_close(reference, model, 1e-3)
     return [done.loss, functional.cross_entropy(net()(data()[0]), data()[1]).item()]
 
 
@@ -166,12 +166,12 @@ def test_gradients_that_do_not_fit_into_fp16_are_not_used(amp):
         before = copy.deepcopy(model)
         trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend, compress="fp16", amp=amp)
         x, y = part_of(backend, data())
-        found = ""
+        refusal = ""
         try:
             trainer.step([(x, y)], 1e-5)  # an estimate that is far too low
         except DivergedError as error:
-            found = str(error)
-        return found, all(map(torch.equal, model.parameters(), before.parameters()))
+            refusal = str(error)
+        return refusal, all(map(torch.equal, model.parameters(), before.parameters()))
 
     message = (
         'gradients that were sent in fp16 (compress="bf16" has a larger range) became infinite or not a number on all ranks'
@@ -213,13 +213,13 @@ def net_with_norm() -> nn.Module:
 
 
 def whole_norm(backend) -> None:
-    model, alone = net_with_norm(), net_with_norm()
+    model, reference = net_with_norm(), net_with_norm()
     synchronize_norms(model, backend)
     assert isinstance(model[1], RankNorm)
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend, ema=0.5)
     for _ in range(3):
         trainer.step([tuple(part_of(backend, data()))], 23.0)
-    assert_close(train_in_one_process(alone, torch.optim.SGD(alone.parameters(), 0.5), 3), model)
+    assert_close(train_in_one_process(reference, torch.optim.SGD(reference.parameters(), 0.5), 3), model)
     assert trainer.evaluate([part_of(backend, data())])["val_loss"] > 0
 
 
@@ -327,9 +327,9 @@ def own_objective(backend) -> tuple[list[float], dict[str, float]]:
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), Margin(), backend=backend)
     batch = tuple(part_of(backend, data()))
     done = trainer.step([batch], 23.0)
-    alone = net()
-    train_in_one_process(alone, torch.optim.SGD(alone.parameters(), 0.1), 1, loss=lambda *both: Margin()(*both)[0])
-    assert_close(alone, model)
+    reference = net()
+    train_in_one_process(reference, torch.optim.SGD(reference.parameters(), 0.1), 1, loss=lambda *both: Margin()(*both)[0])
+    assert_close(reference, model)
     return done.totals, trainer.evaluate([batch])
 
 
@@ -395,15 +395,15 @@ def test_a_tensor_on_the_meta_device_is_refused(kind):
 
 @pytest.mark.parametrize("amp", ["bf16", "off"])
 def test_an_autocast_of_the_caller_has_no_effect_on_steps(amp):
-    found = []
+    losses = []
     for outer in (None, True, False):
         model = net()
         with connect("local") as backend:
             trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), amp=amp, backend=backend)
             with nullcontext() if outer is None else torch.autocast("cpu", torch.bfloat16, enabled=outer):
-                found.append([trainer.step([data(8)], 8.0).loss for _ in range(4)])
-    assert found[0] == found[1] == found[2]
-    assert len(set(found[0])) == 4
+                losses.append([trainer.step([data(8)], 8.0).loss for _ in range(4)])
+    assert losses[0] == losses[1] == losses[2]
+    assert len(set(losses[0])) == 4
 
 
 @pytest.mark.parametrize(
@@ -544,11 +544,11 @@ def test_an_empty_batch_changes_no_weights(loss, call):
 def an_empty_batch_with_sync_batchnorm(backend) -> None:
     """Train on a batch that is empty on all ranks but the first; compare with one process that has rank 0's samples."""
 
-    model, alone = net_with_norm(), net_with_norm()
+    model, reference = net_with_norm(), net_with_norm()
     synchronize_norms(model, backend)
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), own_loss, backend=backend)
     trainer.fit([data(0) if backend.rank else data()])
-    assert_close(train_in_one_process(alone, torch.optim.SGD(alone.parameters(), 0.5), 1, loss=own_loss), model)
+    assert_close(train_in_one_process(reference, torch.optim.SGD(reference.parameters(), 0.5), 1, loss=own_loss), model)
 
 
 def test_a_batch_with_sync_batchnorm_may_be_empty_on_some_ranks():
@@ -587,7 +587,7 @@ def reads_from_refilled_memory(backend) -> list[list[torch.Tensor]]:
     def copies(count: int):
         return [(inputs.clone(), targets.clone()) for inputs, targets in refilled(backend, count)]
 
-    found = []
+    results = []
     for read in (copies, partial(refilled, backend)):
         model, sharded = net(), net(1)
         trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend)
@@ -597,9 +597,9 @@ def reads_from_refilled_memory(backend) -> list[list[torch.Tensor]]:
         trainer = Trainer(sharded, torch.optim.SGD(sharded.parameters(), 0.5), backend=backend, virtual_ranks=2)
         trainer.step([read(3) for _ in trainer.shards], 48.0)
         trainer.close()
-        found.append([p.detach() for p in (*model.parameters(), *sharded.parameters())])
-    assert all(map(torch.equal, *found))
-    return found[1]
+        results.append([p.detach() for p in (*model.parameters(), *sharded.parameters())])
+    assert all(map(torch.equal, *results))
+    return results[1]
 
 
 def test_batches_may_lie_in_memory_that_the_loader_fills_again(typical):
@@ -635,11 +635,11 @@ def adversaries(backend, virtual_ranks: int | None) -> list[torch.Tensor]:
 @pytest.mark.parametrize("virtual_ranks", [None, 3])
 def test_the_loss_of_a_trainer_may_use_the_model_of_another_one(virtual_ranks):
     with connect("local") as backend:
-        alone = adversaries(backend, virtual_ranks)
+        reference = adversaries(backend, virtual_ranks)
     for ranks in (2, 3):
-        for found in run_threads(ranks, adversaries, virtual_ranks):
+        for weights in run_threads(ranks, adversaries, virtual_ranks):
             exact = {"rtol": 0, "atol": 0} if virtual_ranks else {}
-            torch.testing.assert_close(found, alone, **exact)
+            torch.testing.assert_close(weights, reference, **exact)
 
 
 def test_an_iterator_that_is_exhausted_in_the_second_epoch_is_refused():
@@ -888,25 +888,25 @@ def rates(arguments: list[str], steps: int) -> list[float]:
     config = parse(["--lr", "0.5", "--global-batch-size", "8", *arguments])
     optimizer = make_optimizer(config.step, net(), config.schedule.lr)
     schedule = make_schedule(config.schedule, optimizer, config.schedule.lr, steps)
-    found = []
+    values = []
     for _ in range(steps):
-        found.append(optimizer.param_groups[0]["lr"])
+        values.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    return found
+    return values
 
 
 def torch_rates(build, steps: int) -> list[float]:
     optimizer = torch.optim.SGD(net().parameters(), 0.5)
     schedule = build(optimizer)
-    found = []
+    values = []
     for _ in range(steps):
-        found.append(optimizer.param_groups[0]["lr"])
+        values.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             schedule.step()
-    return found
+    return values
 
 
 @pytest.mark.parametrize(

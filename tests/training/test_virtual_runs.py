@@ -95,14 +95,14 @@ def train_alone(flags, stop_after=None):
 
 
 @pytest.fixture(scope="module")
-def alone(texts, tmp_path_factory):
+def expected(texts, tmp_path_factory):
     """Return the result of each run on one rank."""
-    found = {}
+    results = {}
     for name in RUNS:
         folder = tmp_path_factory.mktemp("alone") / "run"
         train_alone(arguments(name, texts, folder))
-        found[name] = result(folder)
-    return found
+        results[name] = result(folder)
+    return results
 
 
 # On Horovod, this tests only "evaluation".
@@ -113,17 +113,17 @@ def alone(texts, tmp_path_factory):
     ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)),
     indirect=["real"],
 )
-def test_a_run_with_virtual_ranks_has_the_same_result_on_one_and_several_ranks(real, name, texts, tmp_path, alone):
+def test_a_run_with_virtual_ranks_has_the_same_result_on_one_and_several_ranks(real, name, texts, tmp_path, expected):
     hashes = real(train, arguments(name, texts, tmp_path))
-    assert hashes == [alone[name][1]["weights_sha256"]] * real.size
-    assert result(tmp_path) == alone[name]
+    assert hashes == [expected[name][1]["weights_sha256"]] * real.size
+    assert result(tmp_path) == expected[name]
 
 
 CHAIN = [("torch", 4), ("local", 1), ("horovod", 3), ("shm", 2)]
 
 
 @pytest.mark.parametrize("name", ["digits", "text"])
-def test_an_interrupted_run_resumes_on_another_backend_and_world_size(name, pool, texts, tmp_path, alone):
+def test_an_interrupted_run_resumes_on_another_backend_and_world_size(name, pool, texts, tmp_path, expected):
     """The last rank gets the signal. In the world of four ranks, it has none of the three shards of "text"."""
     require_horovod()
     flags = arguments(name, texts, tmp_path)
@@ -133,7 +133,7 @@ def test_an_interrupted_run_resumes_on_another_backend_and_world_size(name, pool
         for returned in spmd(train, flags, None if last else number):
             assert last or f"SIGTERM ended the run after step {number} of" in returned
         flags = [*arguments(name, texts, tmp_path), "--resume"]
-    assert result(tmp_path) == alone[name]
+    assert result(tmp_path) == expected[name]
 
 
 def test_a_resume_with_another_number_of_virtual_ranks_is_refused(texts, tmp_path):
@@ -178,6 +178,6 @@ def linear(shape, classes):
 
 
 def test_a_validation_set_may_be_smaller_than_the_number_of_shards(tmp_path):
-    own = ["--dataset", f"{__name__}:few_samples", "--model", f"{__name__}:linear", "--classes", "3", "--max-steps", "2"]
-    train_alone([*own, *COMMON, "--batch-size", "2", "--virtual-ranks", "4", "--run-dir", str(tmp_path)])
+    task = ["--dataset", f"{__name__}:few_samples", "--model", f"{__name__}:linear", "--classes", "3", "--max-steps", "2"]
+    train_alone([*task, *COMMON, "--batch-size", "2", "--virtual-ranks", "4", "--run-dir", str(tmp_path)])
     assert 0 <= json.loads((tmp_path / "summary.json").read_text())["val_accuracy"] <= 1
