@@ -261,6 +261,8 @@ def test_only_errors_of_a_disk_or_a_network_are_transient(error, transient):
 
 
 def fail_on(backend, ranks: tuple[int, ...]) -> tuple[str, str]:
+    """Let user code fail on ``ranks``; return the message and the traceback of the error that this rank raises."""
+
     def task() -> None:
         if backend.rank in ranks:
             call_user_code(f"{__name__}:failing_build", "--model", "nothing")

@@ -106,7 +106,7 @@ REPAIRS = [
         None,  # not repaired: synchronize() before the block would come before backward
     ),
     ("torch.cuda.set_device( hvd.rank() )\n", "torch.cuda.set_device( hvd.local_rank() )\n"),
-    (  # the function returns horovod.torch, which is not a stub
+    (  # the function returns dualtrain.hvd, which is not a stub
         "def get():\n    import dualtrain.hvd as hvd\n    return hvd\nhvd = get()\ntorch.cuda.set_device(hvd.rank())\n",
         "def get():\n    import dualtrain.hvd as hvd\n    return hvd\nhvd = get()\n"
         "torch.cuda.set_device(hvd.local_rank())\n",
