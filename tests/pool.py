@@ -40,7 +40,7 @@ OPEN_SECONDS = 90.0  # importing torch and Horovod on a busy machine, and the re
 CALL_SECONDS = 120.0  # longer than a backend's timeout, so that the backend's error is reported
 AFTER_FAILURE_SECONDS = 15.0  # for the other ranks to detect a failed rank
 EXIT_SECONDS = 10.0
-TIMEOUT = 60.0
+TIMEOUT = 60.0  # of the backends
 _used_ports: set[int] = set()
 
 

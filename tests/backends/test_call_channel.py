@@ -144,13 +144,13 @@ def test_calls_after_a_failed_exchange_keep_no_buffers(channels):
     assert len(other._unfinished) == 1
 
 
-MOST = partial(longest, one_host=True, few_cores=False)
+longest_on_one_host = partial(longest, one_host=True, few_cores=False)
 
 
 def test_the_limit_of_data_in_a_frame_decreases_with_the_number_of_ranks():
     limits = [longest(size, one_host=True, few_cores=True) >> 10 for size in (2, 8, 16, 4096)]
     assert limits == [1024, 1024, 512, 4]
-    assert [MOST(size) >> 10 for size in (2, 8, 16, 4096)] == [512, 128, 64, 4]
+    assert [longest_on_one_host(size) >> 10 for size in (2, 8, 16, 4096)] == [512, 128, 64, 4]
 
 
 def answered(messages):
@@ -159,7 +159,7 @@ def answered(messages):
     A message is ([fingerprint, extent], data): the extent is, for example, the call's number of rows; data may be None.
     """
     size = len(messages)
-    root, *others = (CallBuffers(rank, size, MOST(size)) for rank in range(size))
+    root, *others = (CallBuffers(rank, size, longest_on_one_host(size)) for rank in range(size))
     root.message(*messages[0])
     for row, other, message in zip(root.rows, others, messages[1:], strict=True):
         row[: len(frame)] = (frame := other.message(*message))
@@ -171,19 +171,19 @@ def answered(messages):
 
 @pytest.mark.parametrize("size", [2, 3, 5, 7])
 def test_data_of_the_longest_allowed_length_is_exchanged_on_any_number_of_ranks(size):
-    most = MOST(size)
+    limit = longest_on_one_host(size)
     for dtype in (torch.float32, torch.int64):
-        data = torch.ones(most // dtype.itemsize, dtype=dtype)
+        data = torch.ones(limit // dtype.itemsize, dtype=dtype)
         reductions = [Reduction(data, ReduceOp.SUM) for _ in range(size)]
-        assert is_sent_with_call(reductions[0], size, most)
+        assert is_sent_with_call(reductions[0], size, limit)
         answered([([5, 0], one) for one in reductions])
         assert [one.result.unique().tolist() for one in reductions] == [[size]] * size
-    parts = [Gather(torch.ones(most // size, dtype=torch.uint8), unit=1) for _ in range(size)]
-    answered([([5, most // size], one) for one in parts])
-    assert [one.result.numel() for one in parts] == [most // size * size] * size
-    copies = [Broadcast(0, torch.ones(most, dtype=torch.uint8) if rank == 0 else None) for rank in range(size)]
+    parts = [Gather(torch.ones(limit // size, dtype=torch.uint8), unit=1) for _ in range(size)]
+    answered([([5, limit // size], one) for one in parts])
+    assert [one.result.numel() for one in parts] == [limit // size * size] * size
+    copies = [Broadcast(0, torch.ones(limit, dtype=torch.uint8) if rank == 0 else None) for rank in range(size)]
     answered([([5, 0], one) for one in copies])
-    assert [one.result.numel() for one in copies] == [most] * size
+    assert [one.result.numel() for one in copies] == [limit] * size
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])

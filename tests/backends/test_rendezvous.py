@@ -36,7 +36,7 @@ def refusal(text):
     return line.removeprefix("dualtrain: error ")
 
 
-def rank(number, size=2, **variables):
+def variables_of(number, size=2, **variables):
     return {"RANK": str(number), "WORLD_SIZE": str(size), **{name: str(value) for name, value in variables.items()}}
 
 
@@ -55,37 +55,40 @@ FAULTS = {
     ),
     "a variable is not a number": ({"RANK": "first", "WORLD_SIZE": "2"}, "RANK='first' is not a whole number: correct"),
     "the rank is not below the size": (
-        rank(5, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=29500),
+        variables_of(5, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=29500),
         "environment gave rank 5 in a world of 2 (RANK=5 WORLD_SIZE=2",
     ),
-    "the port is too large": (rank(0, MASTER_ADDR="127.0.0.1", MASTER_PORT=99999), "MASTER_PORT=99999 is not a port: "),
+    "the port is too large": (
+        variables_of(0, MASTER_ADDR="127.0.0.1", MASTER_PORT=99999),
+        "MASTER_PORT=99999 is not a port: ",
+    ),
     "the host's name is invalid": (
-        rank(0, MASTER_ADDR="host..example", MASTER_PORT=29500),
+        variables_of(0, MASTER_ADDR="host..example", MASTER_PORT=29500),
         "MASTER_ADDR='host..example' is not the name or the address of a host: ",
     ),
-    "there is no address": (rank(0), "the torch backend has no address to meet the other process at: "),
+    "there is no address": (variables_of(0), "the torch backend has no address to meet the other process at: "),
     "there is no server": (
-        rank(1, MASTER_ADDR="127.0.0.1", MASTER_PORT=9),
+        variables_of(1, MASTER_ADDR="127.0.0.1", MASTER_PORT=9),
         "rank 1 could not meet the others at 127.0.0.1:9 within 1 s (Connection refused): ",
     ),
     "the host is unknown": (
-        rank(1, MASTER_ADDR="no-such-host.invalid", MASTER_PORT=29500),
+        variables_of(1, MASTER_ADDR="no-such-host.invalid", MASTER_PORT=29500),
         "rank 1 could not meet the others at no-such-host.invalid:29500 within 1 s (",
     ),
     "the host cannot be reached": (
-        rank(1, MASTER_ADDR=ELSEWHERE, MASTER_PORT=29500),
+        variables_of(1, MASTER_ADDR=ELSEWHERE, MASTER_PORT=29500),
         f"rank 1 could not meet the others at {ELSEWHERE}:29500 within 1 s (",
     ),
     "the address is not rank 0's": (
-        rank(0, MASTER_ADDR=ELSEWHERE, MASTER_PORT=29500),
+        variables_of(0, MASTER_ADDR=ELSEWHERE, MASTER_PORT=29500),
         f"rank 0 cannot listen at {ELSEWHERE}:29500 (Cannot assign requested address): MASTER_ADDR must be",
     ),
     "the address is empty": (
-        rank(0, MASTER_ADDR="", MASTER_PORT=29500),
+        variables_of(0, MASTER_ADDR="", MASTER_PORT=29500),
         "rank 0 cannot listen at :29500 (Name or service not known): MASTER_ADDR must be",
     ),
     "the other rank never joins": (
-        rank(0, MASTER_ADDR="127.0.0.1", MASTER_PORT=0) | {"MASTER_PORT": "free"},
+        variables_of(0, MASTER_ADDR="127.0.0.1", MASTER_PORT=0) | {"MASTER_PORT": "free"},
         "rank 1 of 2 did not join within 1 s: check that all processes were started",
     ),
 }
@@ -111,7 +114,7 @@ def test_a_rank_with_another_jobs_secret_is_refused(monkeypatch, capsys):
     server = serve(listen("127.0.0.1", [0], 2), 2, "job 0 ")
     try:
         port = server._listening.getsockname()[1]
-        variables = rank(1, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, DUALTRAIN_SECRET="job 1")
+        variables = variables_of(1, 2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, DUALTRAIN_SECRET="job 1")
         said = error_of_command(variables, 20, monkeypatch, capsys)
         assert server.call("count") == 0
     finally:

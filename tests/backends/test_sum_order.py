@@ -43,15 +43,15 @@ def sums(backend, cases):
     for shards, numel in cases:
         order, rows = sum_order(shards, backend.size), torch.from_numpy(numbers(shards, numel))
         wire = backend.new_buffer(numel, torch.float32, torch.device("cpu"))
-        partial = ShardSums(backend, wire, order, halves)
+        shard_sums = ShardSums(backend, wire, order, halves)
         for _ in range(2):  # the second sum reuses the buffers of the first
             mine = order.ranges[backend.rank]
             for shard in mine:
                 if shard != mine[-1]:
-                    partial.add_shard(halves(rows[shard].clone()))
+                    shard_sums.add_shard(halves(rows[shard].clone()))
                 else:
                     wire.copy_(rows[shard])
-            partial.start(f"sum of {shards}", 0.75, min(2, numel)).wait()
+            shard_sums.start(f"sum of {shards}", 0.75, min(2, numel)).wait()
         results.append(wire.clone().numpy())
     return results
 
@@ -130,14 +130,14 @@ def sum_while_torch_flushes_subnormals(backend):
     order, tiny = sum_order(4, backend.size), torch.finfo(torch.float32).tiny
     rows = [torch.full((4,), 1.5 * tiny), torch.full((4,), -tiny), torch.zeros(4), torch.zeros(4)]
     wire = torch.zeros(4)
-    partial = ShardSums(backend, wire, order, halves)
+    shard_sums = ShardSums(backend, wire, order, halves)
     torch.set_flush_denormal(True)
     try:
         mine = order.ranges[backend.rank]
         for shard in mine[:-1]:
-            partial.add_shard(halves(rows[shard].clone()))
+            shard_sums.add_shard(halves(rows[shard].clone()))
         wire.copy_(rows[mine[-1]])
-        partial.start("sum", 1.0, 0).wait()
+        shard_sums.start("sum", 1.0, 0).wait()
     finally:
         torch.set_flush_denormal(False)
     return wire.view(torch.int32).tolist()
@@ -155,12 +155,12 @@ def test_a_sum_order_without_shards_is_refused():
 
 
 def wrong_number_of_shards(backend):
-    partial = ShardSums(backend, torch.zeros(3), sum_order(4, backend.size), halves)
+    shard_sums = ShardSums(backend, torch.zeros(3), sum_order(4, backend.size), halves)
     with pytest.raises(RuntimeError, match="this rank has 2 shards in a step, and was given 1"):
-        partial.start("sum", 1.0, 0)
-    partial.add_shard(halves(torch.ones(3)))
+        shard_sums.start("sum", 1.0, 0)
+    shard_sums.add_shard(halves(torch.ones(3)))
     with pytest.raises(RuntimeError, match="2 shards in a step, and add_shard is for all of them but the last"):
-        partial.add_shard(halves(torch.ones(3)))
+        shard_sums.add_shard(halves(torch.ones(3)))
 
 
 def test_a_rank_must_add_each_of_its_shards_once():

@@ -15,7 +15,8 @@ import torch
 from torch.optim import lr_scheduler
 
 from dualtrain.hvd import elastic
-from dualtrain.hvd.elastic import common, sampler, state
+from dualtrain.hvd.elastic import common, sampler
+from dualtrain.hvd.elastic import state as state_module
 from tests.conftest import require_horovod
 
 SCHEDULERS = {
@@ -53,7 +54,7 @@ def sent():
 
     with ExitStack() as patches:
         for name in ("broadcast_object", "broadcast_parameters", "broadcast_optimizer_state"):
-            patches.enter_context(mock.patch.object(state, name, call(name)))
+            patches.enter_context(mock.patch.object(state_module, name, call(name)))
         patches.enter_context(world())
         yield calls
 
@@ -78,11 +79,11 @@ def training(kind="sgd", **kwargs):
     return elastic.TorchState(model, optimizer, **kwargs)
 
 
-def step(held):
-    loss = held.model(torch.rand(5, 3)).sum() * random.random() * numpy.random.rand()
-    held.optimizer.zero_grad()
+def step(state):
+    loss = state.model(torch.rand(5, 3)).sum() * random.random() * numpy.random.rand()
+    state.optimizer.zero_grad()
     loss.backward()
-    held.optimizer.step()
+    state.optimizer.step()
 
 
 def assert_same(left, right):
@@ -105,37 +106,37 @@ def assert_same(left, right):
 
 
 def test_objects_are_attributes_of_the_state():
-    held = objects(epoch=3, history=[1])
-    held.epoch += 1
-    assert (held.epoch, held.history) == (4, [1])
-    held.restore()
-    assert held.epoch == 3
+    state = objects(epoch=3, history=[1])
+    state.epoch += 1
+    assert (state.epoch, state.history) == (4, [1])
+    state.restore()
+    assert state.epoch == 3
 
 
 def test_changes_inside_an_object_are_rolled_back_repeatedly():
     history = [[1]]
-    held = objects(history=history)
-    assert held.history is history
+    state = objects(history=history)
+    assert state.history is history
     for _ in range(3):
-        held.history[0].append(2)
-        held.history.append(3)
-        held.restore()
-        assert held.history == [[1]]
-    held.history.append(4)
-    held.commit()
-    held.history.clear()
+        state.history[0].append(2)
+        state.history.append(3)
+        state.restore()
+        assert state.history == [[1]]
+    state.history.append(4)
+    state.commit()
+    state.history.clear()
     for _ in range(2):
-        held.restore()
-        assert held.history == [[1], 4]
+        state.restore()
+        assert state.history == [[1], 4]
 
 
 def test_an_object_in_two_attributes_is_copied_once():
     shared = [1]
-    held = objects(a=shared, b={"a": shared}, c=torch.zeros(2))
-    held.c += 1
-    held.restore()
-    assert held.a is held.b["a"]
-    assert held.c.tolist() == [0, 0]
+    state = objects(a=shared, b={"a": shared}, c=torch.zeros(2))
+    state.c += 1
+    state.restore()
+    assert state.a is state.b["a"]
+    assert state.c.tolist() == [0, 0]
 
 
 def test_the_error_names_an_object_that_cannot_be_copied():
@@ -144,23 +145,23 @@ def test_the_error_names_an_object_that_cannot_be_copied():
 
 
 def test_sync_takes_the_roots_objects_and_saves_them():
-    held = elastic.ObjectState(lambda obj: {**obj, "epoch": 7, "seen": [1, 2]}, lambda: 1, epoch=0, seen=[])
-    held.epoch = 5
-    held.sync()
-    assert (held.epoch, held.seen) == (7, [1, 2])
-    held.epoch = 9
-    held.seen.append(3)
-    held.restore()
-    assert (held.epoch, held.seen) == (7, [1, 2])
+    state = elastic.ObjectState(lambda obj: {**obj, "epoch": 7, "seen": [1, 2]}, lambda: 1, epoch=0, seen=[])
+    state.epoch = 5
+    state.sync()
+    assert (state.epoch, state.seen) == (7, [1, 2])
+    state.epoch = 9
+    state.seen.append(3)
+    state.restore()
+    assert (state.epoch, state.seen) == (7, [1, 2])
 
 
 def test_sync_sends_the_roots_current_objects_not_its_last_commit():
     bcast = mock.Mock(side_effect=lambda obj: obj)
-    held = elastic.ObjectState(bcast, lambda: 0, batch=0)
-    held.batch = 15
-    held.sync()
+    state = elastic.ObjectState(bcast, lambda: 0, batch=0)
+    state.batch = 15
+    state.sync()
     bcast.assert_called_once_with({"batch": 15})
-    assert held.batch == 15
+    assert state.batch == 15
 
 
 def test_without_objects_nothing_is_sent():
@@ -172,10 +173,10 @@ def test_without_objects_nothing_is_sent():
 # -- hosts --------------------------------------------------------------------------------------------------------
 
 
-def skip_sync_of_interrupt(held):
+def skip_sync_of_interrupt(state):
     """Return ``skip_sync`` of the HostsUpdatedInterrupt that a check raises; ``None`` if it raises none."""
     try:
-        held.check_host_updates()
+        state.check_host_updates()
     except elastic.HostsUpdatedInterrupt as interrupt:
         return interrupt.skip_sync
     return None
@@ -200,62 +201,62 @@ UPDATES = common.HostUpdateResult
 @pytest.mark.parametrize("library", ["dualtrain", "horovod"])
 def test_check_host_updates_raises_once_for_all_received_updates(updates, skip_sync, library):
     if library == "dualtrain":
-        held = objects(a=1)
+        state = objects(a=1)
     else:
         require_horovod()
         from horovod.common import elastic as real
         from horovod.common.exceptions import HostsUpdatedInterrupt
 
-        held = real.ObjectState(lambda obj: obj, lambda: 0, a=1)
+        state = real.ObjectState(lambda obj: obj, lambda: 0, a=1)
     for timestamp, update in updates:
-        held.on_hosts_updated(timestamp, update)
+        state.on_hosts_updated(timestamp, update)
     if library == "dualtrain":
-        assert skip_sync_of_interrupt(held) is skip_sync
-        assert skip_sync_of_interrupt(held) is None
+        assert skip_sync_of_interrupt(state) is skip_sync
+        assert skip_sync_of_interrupt(state) is None
     elif skip_sync is not None:
         with pytest.raises(HostsUpdatedInterrupt) as caught:
-            held.check_host_updates()
+            state.check_host_updates()
         assert caught.value.skip_sync is skip_sync
-    held.check_host_updates()
+    state.check_host_updates()
 
 
 def test_the_root_decides_whether_hosts_have_changed():
-    held = objects(a=1)
-    held._bcast_object = lambda _: (0, 3, 1)
-    assert skip_sync_of_interrupt(held) is True
-    held._bcast_object = lambda _: (3, 3, 0)
-    held.on_hosts_updated(9, UPDATES.added)
-    assert skip_sync_of_interrupt(held) is None
+    state = objects(a=1)
+    state._bcast_object = lambda _: (0, 3, 1)
+    assert skip_sync_of_interrupt(state) is True
+    state._bcast_object = lambda _: (3, 3, 0)
+    state.on_hosts_updated(9, UPDATES.added)
+    assert skip_sync_of_interrupt(state) is None
 
 
 def test_check_host_updates_sends_only_plain_values():
-    held = objects(a=1)
-    held._bcast_object = mock.Mock(side_effect=lambda obj: obj)
-    held.on_hosts_updated(1, UPDATES.mixed)
-    assert skip_sync_of_interrupt(held) is False
-    ((values,), _) = held._bcast_object.call_args
+    state = objects(a=1)
+    state._bcast_object = mock.Mock(side_effect=lambda obj: obj)
+    state.on_hosts_updated(1, UPDATES.mixed)
+    assert skip_sync_of_interrupt(state) is False
+    ((values,), _) = state._bcast_object.call_args
     assert [type(value) for value in values] == [int, int, int]
 
 
 def test_commit_saves_before_it_raises():
-    held = objects(batch=1)
-    held.batch = 2
-    held.on_hosts_updated(1, UPDATES.added)
+    state = objects(batch=1)
+    state.batch = 2
+    state.on_hosts_updated(1, UPDATES.added)
     with pytest.raises(elastic.HostsUpdatedInterrupt):
-        held.commit()
-    held.restore()
-    assert held.batch == 2
+        state.commit()
+    state.restore()
+    assert state.batch == 2
 
 
 def test_a_reset_drops_updates_and_runs_the_callbacks_in_order():
-    held, seen = objects(a=1), []
-    held.register_reset_callbacks([lambda: seen.append(1), lambda: seen.append(2)])
-    held.register_reset_callbacks([lambda: seen.append(3)])
-    held.reset = lambda: seen.append(0)
-    held.on_hosts_updated(1, UPDATES.added)
-    held.on_reset()
+    state, seen = objects(a=1), []
+    state.register_reset_callbacks([lambda: seen.append(1), lambda: seen.append(2)])
+    state.register_reset_callbacks([lambda: seen.append(3)])
+    state.reset = lambda: seen.append(0)
+    state.on_hosts_updated(1, UPDATES.added)
+    state.on_reset()
     assert seen == [0, 1, 2, 3]
-    assert skip_sync_of_interrupt(held) is None
+    assert skip_sync_of_interrupt(state) is None
 
 
 # -- run ----------------------------------------------------------------------------------------------------------
@@ -263,13 +264,13 @@ def test_a_reset_drops_updates_and_runs_the_callbacks_in_order():
 
 def recorded(fail_in_sync=()):
     """Return a state that records the methods that ``run`` calls. The first calls of ``sync`` raise the given errors."""
-    held = mock.Mock()
-    held.sync.side_effect = [*fail_in_sync, *[None] * 9]
-    return held
+    state = mock.Mock()
+    state.sync.side_effect = [*fail_in_sync, *[None] * 9]
+    return state
 
 
-def methods_of(held):
-    return [call[0] for call in held.method_calls]
+def methods_of(state):
+    return [call[0] for call in state.method_calls]
 
 
 def attempts(*outcomes):
@@ -277,9 +278,9 @@ def attempts(*outcomes):
     left = deque(outcomes)
 
     @elastic.run
-    def train(held, *args, **kwargs):
+    def train(state, *args, **kwargs):
         """Train."""
-        held.train(*args, **kwargs)
+        state.train(*args, **kwargs)
         outcome = left.popleft()
         if isinstance(outcome, BaseException):
             raise outcome
@@ -289,75 +290,75 @@ def attempts(*outcomes):
 
 
 def test_run_syncs_trains_and_returns(resets):
-    held, train = recorded(), attempts("done")
-    assert train(held, 1, two=2) == "done"
-    assert methods_of(held) == ["sync", "train"]
-    held.train.assert_called_once_with(1, two=2)
+    state, train = recorded(), attempts("done")
+    assert train(state, 1, two=2) == "done"
+    assert methods_of(state) == ["sync", "train"]
+    state.train.assert_called_once_with(1, two=2)
     assert resets.method_calls == []
     assert (train.__name__, train.__doc__) == ("train", "Train.")
 
 
 def test_after_a_failed_collective_the_state_is_restored_and_synced(resets):
-    held = recorded()
-    assert attempts(elastic.HorovodInternalError("lost"), "done")(held) == "done"
-    assert methods_of(held) == ["sync", "train", "restore", "on_reset", "sync", "train"]
+    state = recorded()
+    assert attempts(elastic.HorovodInternalError("lost"), "done")(state) == "done"
+    assert methods_of(state) == ["sync", "train", "restore", "on_reset", "sync", "train"]
     assert resets.method_calls == [mock.call.shutdown(), mock.call.init()]
 
 
 def test_the_notification_manager_is_initialized_before_training(resets, monkeypatch):
     order = []
     monkeypatch.setattr(common.notification_manager, "init", lambda: order.append("init"))
-    common.run_fn(lambda held: order.append("train"), resets.init)(recorded())
+    common.run_fn(lambda state: order.append("train"), resets.init)(recorded())
     assert order == ["init", "train"]
 
 
 def test_a_failed_sync_is_repeated(resets):
-    held = recorded([elastic.HorovodInternalError("lost")] * 2)
-    assert attempts("done")(held) == "done"
-    assert methods_of(held) == ["sync", "restore", "on_reset"] * 2 + ["sync", "train"]
+    state = recorded([elastic.HorovodInternalError("lost")] * 2)
+    assert attempts("done")(state) == "done"
+    assert methods_of(state) == ["sync", "restore", "on_reset"] * 2 + ["sync", "train"]
     assert len(resets.method_calls) == 4
 
 
 @pytest.mark.parametrize("skip_sync", [True, False])
 def test_after_a_change_of_hosts_nothing_is_restored(resets, skip_sync):
-    held = recorded()
-    assert attempts(elastic.HostsUpdatedInterrupt(skip_sync), "done")(held) == "done"
-    assert methods_of(held) == ["sync", "train", "on_reset", *["sync"] * (not skip_sync), "train"]
+    state = recorded()
+    assert attempts(elastic.HostsUpdatedInterrupt(skip_sync), "done")(state) == "done"
+    assert methods_of(state) == ["sync", "train", "on_reset", *["sync"] * (not skip_sync), "train"]
     assert resets.method_calls == [mock.call.shutdown(), mock.call.init()]
 
 
 def test_a_failed_collective_after_a_skipped_sync_causes_a_sync(resets):
-    held = recorded()
-    attempts(elastic.HostsUpdatedInterrupt(True), elastic.HorovodInternalError("lost"), "done")(held)
-    assert methods_of(held) == ["sync", "train", "on_reset", "train", "restore", "on_reset", "sync", "train"]
+    state = recorded()
+    attempts(elastic.HostsUpdatedInterrupt(True), elastic.HorovodInternalError("lost"), "done")(state)
+    assert methods_of(state) == ["sync", "train", "on_reset", "train", "restore", "on_reset", "sync", "train"]
 
 
 def test_other_errors_are_raised_to_the_caller(resets):
-    held = recorded()
+    state = recorded()
     with pytest.raises(RuntimeError, match="mine"):
-        attempts(RuntimeError("mine"))(held)
-    assert methods_of(held) == ["sync", "train"]
+        attempts(RuntimeError("mine"))(state)
+    assert methods_of(state) == ["sync", "train"]
     assert resets.method_calls == []
-    assert held not in common.notification_manager._listeners
+    assert state not in common.notification_manager._listeners
 
 
 def test_updates_reach_the_state_of_the_running_training(resets, sent):
-    held, epochs = elastic.TorchState(epoch=0), []
+    state, epochs = elastic.TorchState(epoch=0), []
 
     @elastic.run
-    def train(held):
-        while held.epoch < 3:
-            epochs.append(held.epoch)
-            held.epoch += 1
+    def train(state):
+        while state.epoch < 3:
+            epochs.append(state.epoch)
+            state.epoch += 1
             if len(epochs) == 2:
                 common.notification_manager.handle_hosts_updated(1, UPDATES.added)
-            held.check_host_updates()
+            state.check_host_updates()
 
-    train(held)
+    train(state)
     assert epochs == [0, 1, 2]
     resets.init.assert_called_once_with()
     common.notification_manager.handle_hosts_updated(2, UPDATES.added)  # no state is registered any more
-    assert skip_sync_of_interrupt(held) is None
+    assert skip_sync_of_interrupt(state) is None
 
 
 # -- models, optimizers, schedulers -------------------------------------------------------------------------------
@@ -365,16 +366,16 @@ def test_updates_reach_the_state_of_the_running_training(resets, sent):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_steps_repeated_after_a_restore_give_the_same_bits(sent, kind):
-    held = training(kind)
+    state = training(kind)
     for _ in range(2):
-        step(held)
-    held.commit()
+        step(state)
+    state.commit()
     ends = []
     for _ in range(3):
         for _ in range(3):
-            step(held)
-        ends.append(copy.deepcopy((held.model.state_dict(), held.optimizer.state_dict())))
-        held.restore()
+            step(state)
+        ends.append(copy.deepcopy((state.model.state_dict(), state.optimizer.state_dict())))
+        state.restore()
     assert_same(ends[0], ends[1])
     assert_same(ends[0], ends[2])
 
@@ -390,22 +391,22 @@ def test_a_restore_discards_the_gradients_of_the_failed_step(sent):
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_an_optimizer_saved_before_its_first_step_is_restored_without_state(sent, kind):
-    held = training(kind)
-    start = copy.deepcopy(held.model.state_dict())
+    state = training(kind)
+    start = copy.deepcopy(state.model.state_dict())
     for _ in range(2):
-        step(held)
-        assert held.optimizer.state
-        held.restore()
-        assert not held.optimizer.state
-        assert_same(dict(held.model.state_dict()), dict(start))
+        step(state)
+        assert state.optimizer.state
+        state.restore()
+        assert not state.optimizer.state
+        assert_same(dict(state.model.state_dict()), dict(start))
 
 
 def test_options_of_the_optimizer_are_rolled_back(sent):
-    held = training("adamw")
-    held.optimizer.param_groups[0]["lr"].mul_(2)
-    held.optimizer.param_groups[0]["weight_decay"] = 9
-    held.restore()
-    group = held.optimizer.param_groups[0]
+    state = training("adamw")
+    state.optimizer.param_groups[0]["lr"].mul_(2)
+    state.optimizer.param_groups[0]["weight_decay"] = 9
+    state.restore()
+    group = state.optimizer.param_groups[0]
     assert (group["lr"].item(), group["weight_decay"]) == (pytest.approx(0.1), 0.1)
 
 
@@ -416,7 +417,7 @@ def test_schedulers_are_rolled_back(sent, kind):
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], 0.1, momentum=0.9)
     scheduler = SCHEDULERS[kind](optimizer)
-    held = elastic.TorchState(optimizer=optimizer, scheduler=scheduler)
+    state = elastic.TorchState(optimizer=optimizer, scheduler=scheduler)
 
     def rates(steps):
         values = []
@@ -427,23 +428,23 @@ def test_schedulers_are_rolled_back(sent, kind):
         return values
 
     rates(1)
-    held.commit()
+    state.commit()
     first = rates(4)
     for _ in range(2):
-        held.restore()
+        state.restore()
         assert rates(4) == first
 
 
 def test_schedulers_are_synced(sent):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1)
     scheduler = lr_scheduler.MultiStepLR(optimizer, [1])
-    held = elastic.TorchState(scheduler=scheduler)
+    state = elastic.TorchState(scheduler=scheduler)
     root = {**scheduler.state_dict(), "last_epoch": 5}
-    with mock.patch.object(state, "broadcast_object", lambda obj: root if "last_epoch" in obj else obj):
-        held.sync()
+    with mock.patch.object(state_module, "broadcast_object", lambda obj: root if "last_epoch" in obj else obj):
+        state.sync()
     assert scheduler.last_epoch == 5
     scheduler.last_epoch = 6
-    held.restore()
+    state.restore()
     assert scheduler.last_epoch == 5
 
 
@@ -461,10 +462,10 @@ class _Extra(torch.nn.Module):
 
 def test_extra_state_of_a_model_is_rolled_back_as_often_as_needed(sent):
     model = _Extra()
-    held = elastic.TorchState(model)
+    state = elastic.TorchState(model)
     for _ in range(2):
         model.seen.append(1)
-        held.restore()
+        state.restore()
         assert model.seen == []
 
 
@@ -472,20 +473,20 @@ def test_random_numbers_are_rolled_back(sent):
     def draw():
         return random.random(), numpy.random.rand(), torch.rand(1).item()
 
-    held = elastic.TorchState(epoch=0)
+    state = elastic.TorchState(epoch=0)
     draw()
-    held.commit()
+    state.commit()
     first = draw()
-    held.sync()  # sync saves the state too
+    state.sync()  # sync saves the state too
     second = draw()
     assert second != first
     for _ in range(2):
-        held.restore()
+        state.restore()
         assert draw() == second
 
 
 def test_the_gpus_generator_state_is_saved_only_if_cuda_is_initialized(sent):
-    with mock.patch.object(state.torch, "cuda") as cuda:
+    with mock.patch.object(state_module.torch, "cuda") as cuda:
         cuda.is_initialized.return_value = True
         elastic.TorchState().restore()
         cuda.set_rng_state.assert_called_once_with(cuda.get_rng_state.return_value)
@@ -498,8 +499,8 @@ def test_the_gpus_generator_state_is_saved_only_if_cuda_is_initialized(sent):
 def test_sync_broadcasts_every_kind_of_attribute_from_rank_0(sent):
     with world():
         sampler = elastic.ElasticSampler(range(4))
-    held = training(sampler=sampler, epoch=2)
-    held.sync()
+    state = training(sampler=sampler, epoch=2)
+    state.sync()
     assert [name for name, _, _ in sent] == [
         "broadcast_object",
         "broadcast_parameters",
@@ -507,74 +508,74 @@ def test_sync_broadcasts_every_kind_of_attribute_from_rank_0(sent):
         "broadcast_object",
     ]
     assert sent[0][1] == {"epoch": 0, "processed_num": 0}
-    assert list(sent[1][1]) == list(held.model.state_dict())
-    assert sent[2][1] is held.optimizer
+    assert list(sent[1][1]) == list(state.model.state_dict())
+    assert sent[2][1] is state.optimizer
     assert sent[1][2] == sent[2][2] == {"root_rank": 0}
     assert sent[3][1] == {"epoch": 2}
 
 
 def test_a_restore_after_a_sync_returns_to_the_synced_state(sent):
-    held = training()
+    state = training()
 
     def from_root(parameters, root_rank):
         for value in parameters.values():
             value.fill_(3)
 
-    with mock.patch.object(state, "broadcast_parameters", from_root):
-        held.sync()
-    step(held)
-    held.restore()
-    assert {value.unique().item() for value in held.model.state_dict().values()} == {3.0}
+    with mock.patch.object(state_module, "broadcast_parameters", from_root):
+        state.sync()
+    step(state)
+    state.restore()
+    assert {value.unique().item() for value in state.model.state_dict().values()} == {3.0}
 
 
 def test_a_second_model_replaces_the_first(sent):
-    held = training()
+    state = training()
     other = torch.nn.Linear(2, 2)
     weight = other.weight.clone()
-    held.model = other
+    state.model = other
     with torch.no_grad():
         other.weight.zero_()
-    held.restore()
-    assert held.model is other
+    state.restore()
+    assert state.model is other
     assert torch.equal(other.weight, weight)
 
 
 def test_a_model_that_is_assigned_later_gets_a_handler(sent):
-    held = elastic.TorchState(epoch=0)
+    state = elastic.TorchState(epoch=0)
     model = torch.nn.Linear(2, 2)
-    held.model = model
+    state.model = model
     weight = model.weight.clone()
-    held.commit()
+    state.commit()
     with torch.no_grad():
         model.weight.zero_()
-    held.restore()
-    assert held.model is model
+    state.restore()
+    assert state.model is model
     assert torch.equal(model.weight, weight)
-    held.sync()
+    state.sync()
     assert [(name, obj) for name, obj, _ in sent if name == "broadcast_object"][-1][1] == {"epoch": 0, "optimizer": None}
 
 
 def test_only_objects_that_the_constructor_got_are_part_of_the_state(sent):
-    held = elastic.TorchState(epoch=0)
-    held.helper, held.count = torch.nn.Linear(2, 2), 0
-    held.commit()
+    state = elastic.TorchState(epoch=0)
+    state.helper, state.count = torch.nn.Linear(2, 2), 0
+    state.commit()
     with torch.no_grad():
-        held.helper.weight.zero_()
-    held.count = 1
-    held.sync()
-    held.restore()
-    assert (held.helper.weight.any().item(), held.count) == (False, 1)
+        state.helper.weight.zero_()
+    state.count = 1
+    state.sync()
+    state.restore()
+    assert (state.helper.weight.any().item(), state.count) == (False, 1)
     assert sent[-1][1] == {"epoch": 0, "model": None, "optimizer": None}
 
 
 def test_a_reset_splits_the_samples_again_without_a_sync(sent):
     with world(2, 1):
         sampler = elastic.ElasticSampler(range(8), shuffle=False)
-        held = elastic.TorchState(sampler=sampler)
+        state = elastic.TorchState(sampler=sampler)
         sampler.record_batch(0, 1)
         assert list(sampler) == [1, 3, 5, 7]
     with world(3, 0):
-        held.on_reset()
+        state.on_reset()
     assert list(sampler) == [2, 5]
 
 
@@ -582,7 +583,7 @@ class _Number:
     value = 0
 
 
-class _NumberHandler(state.StateHandler):
+class _NumberHandler(state_module.StateHandler):
     def save(self):
         self.saved = self.value.value
 
@@ -594,17 +595,17 @@ class _NumberHandler(state.StateHandler):
 
 
 def test_users_can_register_their_own_handlers(sent):
-    before = state.get_handler_registry()
-    state.set_handler_registry([(_Number, _NumberHandler), *before])
+    before = state_module.get_handler_registry()
+    state_module.set_handler_registry([(_Number, _NumberHandler), *before])
     try:
-        held = elastic.TorchState(counter=_Number())
+        state = elastic.TorchState(counter=_Number())
     finally:
-        state.set_handler_registry(before)
-    held.sync()
-    held.counter.value = 1
-    held.restore()
-    held.on_reset()
-    assert held.counter.value == 42
+        state_module.set_handler_registry(before)
+    state.sync()
+    state.counter.value = 1
+    state.restore()
+    state.on_reset()
+    assert state.counter.value == 42
 
 
 # -- the sampler --------------------------------------------------------------------------------------------------
@@ -699,12 +700,12 @@ def test_the_next_epoch_begins_with_all_samples_in_another_order():
 def test_the_sampler_feeds_a_data_loader_and_its_progress_is_rolled_back(sent):
     sampler = elastic.ElasticSampler(range(10), shuffle=False)
     loader = torch.utils.data.DataLoader(list(range(10)), batch_size=3, sampler=sampler)
-    held = elastic.TorchState(sampler=sampler)
+    state = elastic.TorchState(sampler=sampler)
     for number, batch in enumerate(loader):
         sampler.record_batch(number, len(batch))
         if number == 1:
-            held.commit()
+            state.commit()
     assert sampler.processed_num >= 10
-    held.restore()
+    state.restore()
     assert sampler.processed_num == 6
     assert [batch.tolist() for batch in loader] == [[6, 7, 8], [9]]
