@@ -51,7 +51,7 @@ case "$1 $2" in
 esac
 """
 # Shell function of fake interpreters. If an earlier call with the same arguments succeeded, it prints that call's output
-# again. Otherwise it calls Python.
+# again. Otherwise it calls Python, and keeps and prints the output; if Python fails, the fake exits with its status.
 ONCE = """
 once() {{
   local name=$*
@@ -134,9 +134,9 @@ class Setup(Runs):
         self.torch("2.13.0+cpu")
         foreign = ("DUALTRAIN_", "CUDA_", "HOROVOD_", "NVCC_")
         names = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
-        given = {"DUALTRAIN_VENV": self.venv, "DUALTRAIN_CACHE": self.cache, "PYTHON": python, "CXX": "true"}
+        settings = {"DUALTRAIN_VENV": self.venv, "DUALTRAIN_CACHE": self.cache, "PYTHON": python, "CXX": "true"}
         path = f"{folder / 'bin'}:{names['PATH']}"
-        self.env = {**names, **{name: str(value) for name, value in given.items()}, "DUALTRAIN_GPU": "cpu", "PATH": path}
+        self.env = {**names, **{name: str(value) for name, value in settings.items()}, "DUALTRAIN_GPU": "cpu", "PATH": path}
 
     def _program(self, name: str, text: str) -> None:
         file = self.folder / name

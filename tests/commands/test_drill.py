@@ -144,9 +144,9 @@ def test_the_verdict_and_the_exit_status_follow_from_the_problems(problems, monk
     assert "SIGKILL of a rank  rank 1  after step 3  0.5 s           4.0 s            2" in lines
     assert lines[-1].startswith("same result: no, weights differ" if problems else "same result: yes, 1 fault,")
     assert command.main(["--json", "--out", str(tmp_path / "b")]) == bool(problems)
-    found = json.loads(capsys.readouterr().out)
-    assert found["holds"] is (not problems)
-    assert found["rows"][0]["repeated"] == 2
+    output = json.loads(capsys.readouterr().out)
+    assert output["holds"] is (not problems)
+    assert output["rows"][0]["repeated"] == 2
 
 
 def test_a_job_whose_launcher_is_not_installed_is_refused(monkeypatch, tmp_path):
@@ -332,8 +332,8 @@ def test_a_run_folder_that_does_not_fit_on_the_disk_is_reported_as_one_problem(t
 
     drill = exercise(tmp_path)
     drill._keep_folder(Full())
-    found = "the folder of the run with faults could not be kept ([Errno 28] No space left on device: 'a' -> 'b')"
-    assert drill.report.problems == [found]
+    problem = "the folder of the run with faults could not be kept ([Errno 28] No space left on device: 'a' -> 'b')"
+    assert drill.report.problems == [problem]
 
 
 def test_repeated_kills_at_the_same_step_stay_below_the_restart_limit(tmp_path, monkeypatch):

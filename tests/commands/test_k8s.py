@@ -112,8 +112,8 @@ def test_a_start_and_a_restart_have_the_same_command_without_a_shell(pod):
     assert command[-4:] == ["--run-dir", "$(RUN)", "--resume", "auto"]
     assert all(isinstance(word, str) for word in command)
     assert "RUN" in [each["name"] for each in container["env"]]
-    own = command[command.index("dualtrain.main") + 1 :]
-    config = parse([word.replace("$(RUN)", "/runs/one") for word in own])
+    flags = command[command.index("dualtrain.main") + 1 :]
+    config = parse([word.replace("$(RUN)", "/runs/one") for word in flags])
     assert (config.output.run_dir, config.output.resume) == ("/runs/one", "auto")
 
 

@@ -137,8 +137,8 @@ def overflowing_build():
 def test_the_traceback_has_only_frames_of_user_code(tmp_path, monkeypatch, capsys, flags, status, line):
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    kind, name, *more = flags
-    argv = [kind, f"{__name__}:{name}", *more, "--run-dir", str(tmp_path / "run"), "--max-steps", "1", "--threads", "1"]
+    kind, name, *options = flags
+    argv = [kind, f"{__name__}:{name}", *options, "--run-dir", str(tmp_path / "run"), "--max-steps", "1", "--threads", "1"]
     assert command.main(argv) == status
     *trace, last = capsys.readouterr().err.splitlines()
     # A UserError that is raised after the run has begun forbids a restart.

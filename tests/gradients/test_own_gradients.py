@@ -107,7 +107,7 @@ def test_gradients_stay_in_the_programs_own_memory(typical):
 def gradients_of_another_model(backend, inputs, step):
     """In one step, assign each gradient to a parameter of another model too (``q.grad = p.grad``).
 
-    C++ alone holds such a reference, so Python's reference count does not show it.
+    Only C++ holds such a reference, so Python's reference count does not show it.
     """
 
     def loss(model, rank):

@@ -210,10 +210,10 @@ def test_compat_mode_reproduces_horovods_defects_bit_for_bit(real, pool):
     for title, (_, defects) in CASES.items():
         same = [equal(horovod[rank][title][0], our[rank][title][0]) for rank in (0, 1)]
         as_without_compat = [equal(horovod[rank][title][0], plain[rank][title][0]) for rank in (0, 1)]
-        noted = {what for rank in (0, 1) for what, _ in our[rank][title][1]}
+        recorded = {what for rank in (0, 1) for what, _ in our[rank][title][1]}
         files = {file for rank in (0, 1) for _, file in our[rank][title][1]}
-        if same != [True, True] or all(as_without_compat) or noted != defects or files != {os.path.basename(__file__)}:
-            wrong.append((title, same, as_without_compat, noted, files))
+        if same != [True, True] or all(as_without_compat) or recorded != defects or files != {os.path.basename(__file__)}:
+            wrong.append((title, same, as_without_compat, recorded, files))
     assert not wrong, "\n".join(map(str, wrong))
 
 

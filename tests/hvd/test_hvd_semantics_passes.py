@@ -78,8 +78,8 @@ def more_passes_after_the_last(backend):
                 with pytest.raises(AssertionError, match="a new value applies from the next step on"):
                     act(optimizer, params, "b", 1.0)
                 optimizer.step()
-                found = act(optimizer, params, "zero b b step", hvd.rank() + 1)
-                assert found == [[11 * (mean if op == "Average" else hvd.size())] * 2]
+                decreases = act(optimizer, params, "zero b b step", hvd.rank() + 1)
+                assert decreases == [[11 * (mean if op == "Average" else hvd.size())] * 2]
                 optimizer.zero_grad()
                 optimizer.backward_passes_per_step = 1
 

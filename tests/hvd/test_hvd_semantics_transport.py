@@ -46,7 +46,7 @@ def transports(hvd):
 
 def trained(backend, transport):
     """Return the weights after two steps of each case, and the transports."""
-    found = {}
+    weights = {}
     with library(backend, DUALTRAIN_TRANSPORT=transport) as hvd:
         generator = torch.Generator().manual_seed(hvd.rank())
         for title, (dtypes, options) in CASES.items():
@@ -55,8 +55,8 @@ def trained(backend, transport):
                 torch.autograd.backward(params, [torch.randn(p.shape, generator=generator).to(p.dtype) for p in params])
                 optimizer.step()
                 optimizer.zero_grad()
-            found |= {(title, i): p.detach().clone() for i, p in enumerate(params)}
-        return found, transports(hvd)
+            weights |= {(title, i): p.detach().clone() for i, p in enumerate(params)}
+        return weights, transports(hvd)
 
 
 def each_transport(backend):
@@ -77,7 +77,7 @@ def each_transport(backend):
 @OURS
 def test_with_two_ranks_shared_memory_gives_the_same_bits_as_gloo(real):
     first, *others = real(each_transport)
-    assert all(torch.equal(p, found[key]) for found in others for key, p in first.items())
+    assert all(torch.equal(p, weights[key]) for weights in others for key, p in first.items())
 
 
 def in_rank_order(backend):

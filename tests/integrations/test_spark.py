@@ -86,10 +86,10 @@ for local in (True, False):
     show(TorchDistributor(num_processes=2, local_mode=local, use_gpu=False).run(main, 3))
 """
     )
-    for found, launcher in map(json.loads, lines):
-        rank = found["place"][0]  # TorchDistributor returns the result of whichever rank wrote its file last
+    for result, launcher in map(json.loads, lines):
+        rank = result["place"][0]  # TorchDistributor returns the result of whichever rank wrote its file last
         assert rank in (0, 1)
-        assert (found["place"], found["library"], launcher) == ([rank, 2, rank, 2], "dualtrain", "torchrun")
+        assert (result["place"], result["library"], launcher) == ([rank, 2, rank, 2], "dualtrain", "torchrun")
     assert len(lines) == 2
 
 

@@ -79,7 +79,7 @@ def require_hosts(*, ssh: bool = False) -> None:
 
 
 class Host:
-    """One of the hosts; ``name`` is its host name."""
+    """One of the hosts; ``name`` is its host name. The constructor starts the host."""
 
     def __init__(self, name: str, address: str, core: str, folder: Path) -> None:
         self.name = name
