@@ -50,7 +50,7 @@ def checked_files(pattern: str) -> list[str]:
 
 
 FILES = [path for path in checked_files("*.py") if path != "tests/test_language.py"]
-PAGES = ["README.md", "docker/README.md", "launch/README.md", *checked_files("*.md")]
+PAGES = ["README.md", "CONTRIBUTING.md", "docker/README.md", "launch/README.md", *checked_files("*.md")]
 
 
 @cache

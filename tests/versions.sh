@@ -167,7 +167,7 @@ failure() {
   free=$(df --output=avail --block-size=1M "$into" "$TMPDIR" 2>/dev/null | sed 1d | sort -n | head -n 1) || free=''
   if [ "${free:-1000}" -lt 100 ] || grep -qE 'No space left on device|Errno 28|Disk quota exceeded' "$2"; then
     echo space
-  elif [ "$1" = 124 ]; then
+  elif [ "$1" = 124 ] || [ "$1" = 137 ]; then
     echo "it did not end in time"
   else
     { grep -E '^ERROR' "$2" || grep -vE '^ *$' "$2" || echo "exit status $1"; } | tail -n 1 | cut -c 1-200
@@ -232,7 +232,7 @@ print(f"Python={platform.python_version()}", *(f"{name}={version(name)}" for nam
     --basetemp "$work/pytest" --junitxml "$work/results-$1.xml" "${targets[@]}" || status=$?
   case $status in
     0 | 1) ;;  # the table shows which tests failed
-    124) say "torch $1: the tests did not end within $tests_minutes minutes" ;;
+    124 | 137) say "torch $1: the tests did not end within $tests_minutes minutes" ;;
     *) say "torch $1: the tests ended with exit status $status" ;;
   esac
   rm -rf "$work/pytest"
