@@ -126,8 +126,9 @@ class Slot:
         alias = self.alias
         # In torch, a new gradient has no attributes and no graph. The user may have set them on an earlier gradient.
         marked = self.param.grad is not alias and (alias.requires_grad or vars(alias))
-        # The user may also have assigned to ``alias.data``.
-        if marked or alias.data_ptr() != self.address or alias.stride() != self.strides:
+        # The user may also have assigned to ``alias.data``, for example its lazy conjugate.
+        lazy = alias.is_conj() or alias.is_neg()
+        if marked or lazy or alias.data_ptr() != self.address or alias.stride() != self.strides:
             if self.exposed.data_ptr() != self.address:  # ``share_memory_()`` has moved the memory of the gradients
                 self.exposed = self.view.data
             self.alias = alias = self.exposed.detach()
@@ -214,7 +215,8 @@ def unpack_all(slots: Sequence[Slot]) -> None:
     # This runs for all gradients in every step, so the checks of ``Slot.unpack`` run in C.
     aliases = list(map(_ALIAS, slots))
     if (
-        list(map(torch.Tensor.data_ptr, aliases)) == list(map(_ADDRESS, slots))
+        not (slots and slots[0].view.is_complex())  # a bucket has one dtype; only complex gradients can be conjugated
+        and list(map(torch.Tensor.data_ptr, aliases)) == list(map(_ADDRESS, slots))
         and list(map(torch.Tensor.stride, aliases)) == list(map(_STRIDES, slots))
         and not any(map(_REQUIRES_GRAD, aliases))
         and not any(map(vars, aliases))

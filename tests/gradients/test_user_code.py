@@ -225,6 +225,25 @@ def test_a_lazily_conjugated_gradient_is_averaged_with_its_conjugated_values(typ
     typical(conjugates)
 
 
+def conjugates_data(backend):
+    """Assign its conjugate to the ``.data`` of an averaged gradient; then average new gradients."""
+    p = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    reducer = GradientReducer([("p", p)], backend)
+    for _ in range(2):
+        p.grad = None
+        reducer.renew()
+        (p * torch.tensor([1 + 2j, 3 - 4j])).sum().abs().backward()
+        mean = p.grad.resolve_conj().clone()
+        p.grad.data = p.grad.data.conj()
+        torch.testing.assert_close(p.grad.resolve_conj(), mean.conj().resolve_conj())
+    torch.testing.assert_close(mean, torch.autograd.grad((p * torch.tensor([1 + 2j, 3 - 4j])).sum().abs(), p)[0])
+    reducer.close()
+
+
+def test_a_gradient_has_the_new_average_after_its_conjugate_was_assigned_to_its_data(typical):
+    typical(conjugates_data)
+
+
 def double(gradient):
     gradient.mul_(2)
 
