@@ -245,7 +245,12 @@ class Bucket:
                     self._in_place.append(slot)
                     continue
                 # The gradient lies in this part of the buffer, but its strides, shape, dtype, or conj or neg bit differ.
-                grad = grad.resolve_conj().resolve_neg().clone()
+                # Move it out, and keep the tensor: the program may have a reference to it.
+                moved = grad.detach().resolve_conj().resolve_neg().clone()
+                if grad.is_inference():
+                    grad = moved
+                else:
+                    grad.data = moved
             if grad.shape != slot.shape:
                 refused.reshaped = refused.reshaped or slot
                 self._missing.append(slot)

@@ -225,6 +225,25 @@ def test_a_lazily_conjugated_gradient_is_averaged_with_its_conjugated_values(typ
     typical(conjugates)
 
 
+def conjugates_kept(backend):
+    """Conjugate the ``.data`` of an averaged gradient that the program keeps; then accumulate another gradient."""
+    p = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    reducer = GradientReducer([("p", p)], backend)
+    weights = torch.tensor([1 + 2j, 3 - 4j])
+    (p * weights * (backend.rank + 1)).sum().real.backward()
+    kept, mean = p.grad, p.grad.clone()
+    kept.data = kept.data.conj()
+    reducer.renew()
+    (p * weights * (backend.rank + 1)).sum().real.backward()
+    torch.testing.assert_close(kept.resolve_conj(), mean.conj().resolve_conj() + mean)
+    assert p.grad is kept
+    reducer.close()
+
+
+def test_a_kept_gradient_whose_data_was_conjugated_holds_the_average(typical):
+    typical(conjugates_kept)
+
+
 def conjugates_data(backend):
     """Assign its conjugate to the ``.data`` of an averaged gradient; then average new gradients."""
     p = nn.Parameter(torch.ones(2, dtype=torch.complex64))
