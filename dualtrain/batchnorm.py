@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 # Private in torch 2.5 to 2.15: the base class of BatchNorm1d, 2d and 3d, which has no public name.
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -67,13 +66,19 @@ class SynchronizedNorm(torch.autograd.Function):
         return out.to(input.dtype), mean_all, var, n
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> Any:
         """Return the gradients of the input (from all ranks' samples), weight and bias (from this rank's samples only).
 
-        These gradients cannot be differentiated again (RuntimeError), as in torch.nn.SyncBatchNorm: this method uses
+        These gradients cannot be differentiated again (RuntimeError), as in torch.nn.SyncBatchNorm: ``_gradients`` uses
         ``mean`` and ``invstd`` as constants, although they depend on the input.
         """
+        input, weight, *_ = ctx.saved_tensors
+        with torch.no_grad():
+            grads = SynchronizedNorm._gradients(ctx, grad)
+        return *(g if g is None else _NotDifferentiable.apply(g, grad, input, weight) for g in grads), None, None, None
+
+    @staticmethod
+    def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         input, weight, mean, invstd, n = ctx.saved_tensors
         dy, dims = _wide(grad), [0, *range(2, input.dim())]
         normal = (_wide(input) - _channels(mean, dy)) * _channels(invstd, dy)
@@ -85,7 +90,23 @@ class SynchronizedNorm(torch.autograd.Function):
             grad_input = (dy - _channels(all_dy, dy) - normal * _channels(all_dy_normal, dy)) * _channels(scale, dy)
             grad_input = grad_input.to(input.dtype)
         grad_weight = sum_dy_normal if ctx.needs_input_grad[1] else None
-        return grad_input, grad_weight, sum_dy if ctx.needs_input_grad[2] else None, None, None, None
+        return grad_input, grad_weight, sum_dy if ctx.needs_input_grad[2] else None
+
+
+class _NotDifferentiable(torch.autograd.Function):
+    """Return a gradient whose own gradient raises RuntimeError.
+
+    Unlike with torch's ``once_differentiable``, the gradient's graph is connected to the ``sources``. Otherwise
+    ``torch.autograd.grad`` would not run the node that raises, and would leave out this path without an error.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor, *sources: torch.Tensor | None) -> torch.Tensor:
+        return gradient
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> Any:
+        raise RuntimeError("trying to differentiate twice a function that was marked with @once_differentiable")
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -198,6 +198,10 @@ def differentiates_norms_twice(backend):
     (grad,) = torch.autograd.grad(model(x).pow(3).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         grad.square().sum().backward()
+    y = model(x).pow(3).sum()
+    (grad,) = torch.autograd.grad(y, x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):  # and not the gradient of y alone
+        torch.autograd.grad(y + grad.square().sum(), x)
 
 
 def test_second_derivatives_of_synchronized_norms_are_refused(typical):
