@@ -25,6 +25,8 @@ LOADERS = (
 TRAIN = "for x in train_loader:\n    model(x).backward()\n"
 BASE = "class Base:\n    def save(self):\n        torch.save(self.model, 'x')\n    def fit(self):\n        self.save()\n"
 INIT = "hvd.init()\n"
+STEPPED = "s = torch.optim.lr_scheduler.StepLR(o, 1)\n"
+EPOCH_STEP = "    if hvd.rank() == 0:\n        s.step()\n"
 LOADER = "torch.utils.data.DataLoader(data, shuffle=True)"
 CLIP = "loss.backward()\ntorch.nn.utils.clip_grad_norm_(q, 1)\n"
 STEP = "    loss.backward()\n    optimizer.step()\n"
@@ -482,6 +484,26 @@ CASES = [
         "half_precision",  # an operation that may be Average, and one that cannot be Average
         "c = hvd.Compression.fp16\no = hvd.DistributedOptimizer(o, compression=c, op=hvd.Sum if args.sum else hvd.Average)",
         "c = hvd.Compression.fp16\no = hvd.DistributedOptimizer(o, compression=c, op=hvd.Sum if args.sum else hvd.Adasum)",
+    ),
+    *(
+        (
+            "schedule_on_some_ranks",  # no finding if a single broadcast is in the loop of the steps
+            f"{STEPPED}{before}for epoch in range(9):\n{EPOCH_STEP}",
+            f"{STEPPED}for epoch in range(9):\n    {sent}\n{EPOCH_STEP}",
+        )
+        for before, sent in (
+            ("hvd.broadcast_object(lr, 0)\n", "hvd.broadcast_optimizer_state(o, 0)"),
+            ("for one in (o, p):\n    hvd.broadcast_optimizer_state(one, 0)\n", "lr = hvd.broadcast_object(lr, 0)"),
+            (
+                "def send():\n    hvd.broadcast_optimizer_state(o, 0)\nsend()\n",
+                "send()\ndef send():\n    hvd.broadcast(lr, 0)",
+            ),
+        )
+    ),
+    (
+        "schedule_on_some_ranks",  # no finding if it is unknown when the function that broadcasts the rate is called
+        f"def run():\n    {STEPPED}    hvd.broadcast_object(lr, 0)\n    epoch()\ndef epoch():\n{EPOCH_STEP}",
+        f"{STEPPED}def send():\n    hvd.broadcast_object(lr, 0)\ndef run():\n{EPOCH_STEP}",
     ),
     (
         "schedule_on_some_ranks",  # a schedule that may be None; no finding for an unknown object

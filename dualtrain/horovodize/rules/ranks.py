@@ -11,6 +11,7 @@ from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
 from dualtrain.horovodize.nodes import is_unconditional, keyword, last_name, variables_in
 from dualtrain.horovodize.order import called as called_function
+from dualtrain.horovodize.order import calls_of, nodes_after, nodes_after_or_repeated
 from dualtrain.horovodize.source import Finding, Function, Source
 
 #: Methods of an elastic state that broadcast.
@@ -66,7 +67,7 @@ def schedule_on_some_ranks(source: Source) -> Iterator[Finding]:
     steps = [call for call in source.calls if _steps_schedule(source, call)]
     for call in steps:
         others = [other for other in steps if ast.unparse(other.func) == ast.unparse(call.func) and other is not call]
-        if guards.is_on_some_ranks(call) and not others and not sends_rate(source):
+        if guards.is_on_some_ranks(call) and not others and not sends_rate(source, call):
             message = (
                 "only some ranks step the learning-rate schedule, so that learning rates, and then weights, differ between "
                 "ranks; step it on all ranks, with the same metric if it takes one"
@@ -114,15 +115,28 @@ def _values_of(source: Source, function: Function, returned: ast.expr | None) ->
     return given or ([returned] if returned is not None else [ast.Constant(None)])
 
 
-def sends_rate(source: Source) -> bool:
-    """Return whether the script may send rank 0's learning rate to the other ranks after the first step.
+def sends_rate(source: Source, step: ast.Call) -> bool:
+    """Return whether the program may send rank 0's learning rate to the other ranks after ``step``, a schedule's step.
 
-    True if a broadcast mentions a rate or a schedule, or if there are several calls of ``broadcast_optimizer_state``. A
-    single such call does not count: it probably runs before the first step.
+    True if a broadcast of the optimizer's state, or one that mentions a rate or a schedule, may run after ``step``. If
+    nothing in the script calls the function that contains the broadcast, only a rate or a schedule counts: the state of an
+    optimizer is usually broadcast before the first step.
     """
-    sends = [call for call in source.calls if source.called(call).startswith("broadcast")]
-    rates = any(re.search(RATE, ast.unparse(call)) for call in sends)
-    return rates or sum(source.called(call) == "broadcast_optimizer_state" for call in sends) > 1
+    later = set(nodes_after_or_repeated(source, step))
+    for file in source.files:
+        for call in (call for call in file.calls if file.called(call).startswith("broadcast")):
+            named = re.search(RATE, ast.unparse(call)) is not None
+            if call in later and (named or file.called(call) == "broadcast_optimizer_state"):
+                return True
+            if named and (file is not source or (_has_unknown_callers(file, call) and step not in nodes_after(file, call))):
+                return True
+    return False
+
+
+def _has_unknown_callers(source: Source, node: ast.AST) -> bool:
+    """Return whether ``node`` is in a function that nothing in the script calls."""
+    scope = source.scope(node)
+    return scope is not source.tree and not any(True for _ in calls_of(source, scope))
 
 
 def only_waits(source: Source, call: ast.Call) -> bool:
