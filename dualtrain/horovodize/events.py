@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 
 from dualtrain.horovodize.gradient_changes import CLIPS, changing_functions, is_change, is_update
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import calls_in, last_name
+from dualtrain.horovodize.nodes import calls_in, first_argument, last_name
 from dualtrain.horovodize.source import Source
 
 Kind = Literal["backward", "change", "clip", "scaled step", "step", "synchronize", "unscale", "update", "zero_grad"]
@@ -72,10 +72,16 @@ def _event(source: Source, call: ast.Call, backward_functions: set[str]) -> Even
         return None
     if called == "backward":
         return Event("backward", call)
-    receiver, argument = last_name(call.func.value), last_name(call.args[0]) if call.args else ""
-    if argument in source.wrapped and called in ("step", "unscale_") and _is_scaler(source, call.func.value):
-        plain = source.is_plain(call.args[0])
-        return None if plain else Event("scaled step" if called == "step" else "unscale", call, argument, call.args[0])
+    receiver, given = last_name(call.func.value), first_argument(call, "optimizer")
+    argument = "" if given is None else last_name(given)
+    if (
+        given is not None
+        and argument in source.wrapped
+        and called in ("step", "unscale_")
+        and _is_scaler(source, call.func.value)
+    ):
+        plain = source.is_plain(given)
+        return None if plain else Event("scaled step" if called == "step" else "unscale", call, argument, given)
     if receiver in source.wrapped and not source.is_plain(call.func.value):
         for kind in ("step", "synchronize", "zero_grad"):
             if called == kind:

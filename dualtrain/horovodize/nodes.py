@@ -62,6 +62,12 @@ def argument_at(call: ast.Call, position: int, name: str) -> ast.expr | None:
     return call.args[position] if position < len(call.args) else keyword(call, name)
 
 
+def sampler_of(call: ast.Call) -> ast.expr | None:
+    """Return the argument ``sampler`` of ``call``, which may make a DataLoader; None for ``sampler=None``, too."""
+    sampler = argument_at(call, 3, "sampler") if last_name(call.func) == "DataLoader" else keyword(call, "sampler")
+    return None if isinstance(sampler, ast.Constant) and sampler.value is None else sampler
+
+
 def is_unconditional(loop: ast.For | ast.While) -> bool:
     """Return whether ``loop`` is a ``for`` loop, or a ``while`` loop whose condition is a constant that is true."""
     return isinstance(loop, ast.For) or (isinstance(loop.test, ast.Constant) and bool(loop.test.value))

@@ -50,6 +50,19 @@ WRAP_METHOD = (
     "    def wrap(self):\n        o = torch.optim.SGD(self.m.parameters(), lr=1)\n"
     "        self.o = hvd.DistributedOptimizer(o)\n"
 )
+AVERAGE = "def average(x):\n    return hvd.allreduce(x)\n"
+TEST_SAMPLER = f"{WRAP}s = {SAMPLER}\n"
+TRAIN_SAMPLER = TEST_SAMPLER.replace("test", "train")
+DATA = "torch.utils.data.DataLoader"
+TEST = f"test_loader = {DATA}"
+RANDOM = "torch.utils.data.RandomSampler(d)"
+EPOCHS = "for epoch in range(9):\n    for y in x: loss.backward()"
+MNIST = "from torchvision.datasets import MNIST\n"
+WRAPS = "hvd.DistributedOptimizer"
+SENDS = "hvd.broadcast_optimizer_state"
+CYCLIC = "torch.optim.lr_scheduler.CyclicLR"
+AUGMENTS = "import torchvision\ntorchvision.transforms.RandomCrop(3)\n"
+HALF = "hvd.Compression.fp16"
 
 #: (rule, script with a finding, script without a finding). A comment names the subject of the scripts, or gives the
 #: reason for a finding or for none.
@@ -744,6 +757,77 @@ CASES = [
         "        for x in torch.utils.data.DataLoader(self.e, shuffle=True):\n            pass\nT().fit(part())",
     ),
 ]
+
+
+#: (rule, code before a call, call with positional arguments, the same call with keyword arguments, code after it).
+SAME_CALLS = [
+    ("data_parallel", WRAP, "torch.nn.DataParallel(model)", "torch.nn.DataParallel(module=model)", ""),
+    ("discarded_result", AVERAGE, "average(loss)", "average(x=loss)", ""),
+    ("discarded_result", "", "hvd.allreduce(torch.tensor(x))", "hvd.allreduce(torch.tensor(data=x))", ""),
+    ("discarded_result", "", "hvd.allreduce(x)", "hvd.allreduce(tensor=x)", ""),
+    (
+        "padded_evaluation",
+        TEST_SAMPLER,
+        f"{TEST}(d, 2, None, s)",
+        f"{TEST}(d, 2, sampler=s)",
+        f"{TRAIN}for x in test_loader: f(x)",
+    ),
+    ("sampler_with_shuffle", TEST_SAMPLER, f"{TEST}(d, 2, True, s)", f"{TEST}(d, 2, shuffle=True, sampler=s)", ""),
+    ("every_rank_reads_all", WRAP, f"x = {DATA}(d, 2, True, None)", f"x = {DATA}(d, shuffle=True, sampler=None)", "run(x)"),
+    ("every_rank_reads_all", WRAP, f"x = {DATA}(d, 2, None, {RANDOM})", f"x = {DATA}(d, sampler={RANDOM})", "run(x)"),
+    ("same_order_every_epoch", TRAIN_SAMPLER, f"x = {DATA}(d, 2, None, s)", f"x = {DATA}(d, sampler=s)", EPOCHS),
+    ("saved_by_all_ranks", INIT, "open('x', 'w')", "open(file='x', mode='w')", ""),
+    ("saved_by_all_ranks", INIT, "t.to_csv('x')", "t.to_csv(path_or_buf='x')", ""),
+    (
+        "downloaded_by_all_ranks",
+        f"{MNIST}{INIT}{WRAP}",
+        "MNIST('x', True, None, None, True)",
+        "MNIST(root='x', download=True)",
+        "",
+    ),
+    ("shard_by_local_rank", "", "d.shard(hvd.size(), hvd.local_rank())", "d.shard(hvd.size(), index=hvd.local_rank())", ""),
+    ("shuffled_shards", "import random\n", "random.shuffle(d)", "random.shuffle(x=d)", "d = d[hvd.rank()::hvd.size()]"),
+    (
+        "predivided_groups",
+        "",
+        f"{WRAPS}(o, n, c, 1, op, 2.0, 3)",
+        f"{WRAPS}(o, gradient_predivide_factor=2.0, num_groups=3)",
+        "",
+    ),
+    (
+        "adasum_skipping",
+        "",
+        f"o = {WRAPS}(o, n, c, 1, hvd.Adasum)",
+        f"o = {WRAPS}(o, op=hvd.Adasum)",
+        "o.skip_synchronize()",
+    ),
+    (
+        "optimizer_state",
+        "",
+        "o = torch.optim.SGD(p, 1, 0, 0, 1)",
+        "o = torch.optim.SGD(p, weight_decay=1)",
+        f"{SENDS}(o, 0)",
+    ),
+    ("rate_times_size", "", f"{CYCLIC}(o, 1, hvd.size())", f"{CYCLIC}(o, 1, max_lr=hvd.size())", ""),
+    ("same_gpu", INIT, "model.to('cuda')", "model.to(device='cuda')", WRAP),
+    ("gpu_by_rank", "", "torch.device('cuda', hvd.rank())", "torch.device(type='cuda', index=hvd.rank())", ""),
+    ("same_random_numbers", AUGMENTS, "torch.manual_seed(4)", "torch.manual_seed(seed=4)", f"{WRAP}{TRAIN}"),
+    ("schedule_by_own_loss", f"{PLATEAU}{EPOCH}", "    s.step(loss)", "    s.step(metrics=loss)", ""),
+    (
+        "scaler_before_synchronize",
+        f"{WRAP}loss.backward()\n",
+        "scaler.step(optimizer)",
+        "scaler.step(optimizer=optimizer)",
+        "",
+    ),
+    ("half_precision", "", f"hvd.allreduce(x, 1, 'x', {HALF})", f"hvd.allreduce(x, compression={HALF})", ""),
+]
+
+
+@pytest.mark.parametrize(("rule", "before", "positional", "named", "after"), SAME_CALLS)
+def test_keyword_arguments_have_the_findings_of_positional_ones(rule, before, positional, named, after):
+    (one,), (other,) = (BY_NAME[rule](source(f"{before}{call}\n{after}")) for call in (positional, named))
+    assert (one.line, one.message, bool(one.edits)) == (other.line, other.message, bool(other.edits))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.names import ASYNC, OBJECTS, OUT_OF_PLACE, PUBLIC, RANK_NAMES
-from dualtrain.horovodize.nodes import calls_in, first_argument, is_stored, keyword, last_name, variables_in
+from dualtrain.horovodize.nodes import calls_in, first_argument, given_values, is_stored, keyword, last_name, variables_in
 from dualtrain.horovodize.source import Finding, Function, Source
 
 _NEW_TENSORS = {f"torch.{name}" for name in ("as_tensor", "empty", "full", "ones", "rand", "randn", "tensor", "zeros")}
@@ -84,7 +84,7 @@ def _discarded_from_functions(source: Source) -> Iterator[Finding]:
         if function is None or not isinstance(source.parents[call], ast.Expr) or source.is_ambiguous(function.name):
             continue
         inner = _returned_collective(source, function)
-        if inner and not _BARRIER.search(function.name) and not _is_new(source, call.args[0] if call.args else None):
+        if inner and not _BARRIER.search(function.name) and not _is_new(source, next(iter(given_values(call)), None)):
             message = f"the result of {function.name}(), which calls {inner}(), is lost; assign the result"
             yield Finding(call.lineno, "trap", message)
 
@@ -105,7 +105,7 @@ def _returned_collective(source: Source, function: Function) -> str:
 
 def _edits_to_use_result(source: Source, call: ast.Call, name: str) -> list[Edit]:
     """Return edits that make the call change its input, or wait for its handle; none if that may break the script."""
-    value, layout = call.args[0] if call.args else None, source.layout
+    value, layout = first_argument(call, "tensor"), source.layout
     if not isinstance(value, ast.Name | ast.Attribute) or not isinstance(call.func, ast.Attribute):
         return []
     if isinstance(value, ast.Name) and value.id in source.parameters(call):
@@ -166,9 +166,10 @@ def _holds_variable(source: Source, value: ast.expr | None) -> bool:
     """
     while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _METHODS:
         value = value.func.value  # torch.tensor(x).cuda()
-    if not isinstance(value, ast.Call) or not value.args:
+    content = first_argument(value, "data") if isinstance(value, ast.Call) else None
+    if not isinstance(value, ast.Call) or content is None:
         return False
-    name, content = source.name(value.func), value.args[0]
+    name = source.name(value.func)
     elements = content.elts if isinstance(content, ast.List) else []
     if name not in _COPIES and not (name in _NEW_TENSORS and name.endswith("Tensor") and elements):
         return False  # torch.Tensor(n), for example, has n elements without values
@@ -206,8 +207,8 @@ def _copies_variable(source: Source, value: ast.expr) -> bool:
         if isinstance(value.func.value, ast.Name):
             return True
         value = value.func.value
-    values = value.args[:1] if isinstance(value, ast.Call) and source.name(value.func) in _COPIES else []
-    return any(map(variables_in, values))
+    copied = first_argument(value, "data") if isinstance(value, ast.Call) and source.name(value.func) in _COPIES else None
+    return copied is not None and bool(variables_in(copied))
 
 
 #: Attributes of a tensor that do not depend on its values.

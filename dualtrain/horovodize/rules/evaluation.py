@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import arms, calls_in, first_argument, is_bool, keyword, last_name
+from dualtrain.horovodize.nodes import argument_at, arms, calls_in, first_argument, is_bool, last_name, sampler_of
 from dualtrain.horovodize.rules.discarded import is_barrier
 from dualtrain.horovodize.rules.ranks import only_waits
 from dualtrain.horovodize.rules.uses import is_distributed_sampler, is_read, leaves_program, loader_around
@@ -74,7 +74,7 @@ def _combines(source: Source, call: ast.Call) -> bool:
     if name.startswith(("torch.", "numpy.", "os.")) and not name.startswith("torch.distributed"):
         return False
     if source.hvd(call.func):
-        made_here = bool(call.args) and isinstance(call.args[0], ast.Call) and isinstance(source.parents[call], ast.Expr)
+        made_here = isinstance(first_argument(call, "tensor"), ast.Call) and isinstance(source.parents[call], ast.Expr)
         if made_here and is_barrier(source, call):
             return False  # nothing can read hvd.allreduce_(torch.zeros(1))
         return source.hvd(call.func).startswith(("allreduce", "allgather", "grouped_all", "alltoall", "reducescatter"))
@@ -91,10 +91,10 @@ def _combines(source: Source, call: ast.Call) -> bool:
 def _drops_last(source: Source, sampler: ast.Call) -> bool:
     """Return whether the loaders with ``sampler`` leave out an incomplete last batch, and with it the repeated samples."""
     names = {target for target, value, _ in source.assignments if value is sampler}
-    passed = [(call, keyword(call, "sampler")) for call in source.calls]
+    passed = [(call, sampler_of(call)) for call in source.calls]
     values = [(call, arm) for call, value in passed if value is not None for arm in arms(value)]
     loaders = [call for call, value in values if value is sampler or ast.unparse(value) in names]
-    drops = [keyword(loader, "drop_last") for loader in loaders]
+    drops = [argument_at(loader, 8, "drop_last") for loader in loaders]
     return bool(drops) and all(is_bool(value, True) for value in drops)
 
 
@@ -131,7 +131,7 @@ def _samplers_under_eval(source: Source) -> set[_Variable]:
     """Return the samplers of loaders that are iterated while the model is in evaluation mode."""
     samplers: dict[str, list[tuple[Scope, _Variable]]] = {}  # loader → function that makes it, and its sampler
     for target, value, statement in source.assignments:
-        if isinstance(value, ast.Call) and (sampler := keyword(value, "sampler")) is not None:
+        if isinstance(value, ast.Call) and (sampler := sampler_of(value)) is not None:
             home, text = source.scope(statement), ast.unparse(sampler)
             makers = {source.scope(one) for name, _, one in source.assignments if name == text}
             samplers.setdefault(target, []).append((home, (_home(text, home if home in makers else source.tree), text)))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
-from dualtrain.horovodize.nodes import argument_at, first_argument, is_bool, keyword, last_name, names_in
+from dualtrain.horovodize.nodes import argument_at, first_argument, given_values, is_bool, keyword, last_name, names_in
 from dualtrain.horovodize.order import ENTRY_POINTS, arguments, calls_of, nodes_after, runs_on_driver
 from dualtrain.horovodize.rules.paths import depends_on_process, is_option, nodes_of, origins
 from dualtrain.horovodize.source import Finding, Function, Source
@@ -49,11 +49,11 @@ def _written(source: Source, call: ast.Call) -> ast.expr | None:
     if isinstance(call.func, ast.Name) and call.func.id == "open" and not name:
         mode = argument_at(call, 1, "mode")
         writes = isinstance(mode, ast.Constant) and isinstance(mode.value, str) and "w" in mode.value
-        return call.args[0] if writes and call.args else None
+        return first_argument(call, "file") if writes else None
     if isinstance(call.func, ast.Attribute) and call.func.attr == "to_csv" and not name:
-        mode = keyword(call, "mode")
+        mode, table = keyword(call, "mode"), first_argument(call, "path_or_buf")
         appends = isinstance(mode, ast.Constant) and "a" in str(mode.value)
-        return call.args[0] if call.args and _has_text(call.args[0]) and not appends else None
+        return table if table is not None and _has_text(table) and not appends else None
     if name not in _WRITERS:
         return None
     file = argument_at(call, *_WRITERS[name])
@@ -75,7 +75,7 @@ def _has_text(value: ast.expr) -> bool:
 def _save_on_rank_zero(source: Source, call: ast.Call, file: ast.expr) -> list[Edit]:
     block = _block_of_file(source, call)
     statement = block or source.statement(call)
-    path = block.items[0].context_expr.args[0] if block else file  # type: ignore[attr-defined]
+    path = _written(source, block.items[0].context_expr) or file if block else file  # type: ignore[arg-type]
     saves = _only_saves(source, block) if block else source.name(call.func) == "torch.save" and not _is_open(source, file)
     rank = source.spell("rank", call)
     alone = block is not None or (isinstance(statement, ast.Expr) and statement.value is call)
@@ -132,7 +132,7 @@ def _read_path(source: Source, call: ast.Call) -> list[ast.expr]:
     if isinstance(func, ast.Attribute) and not source.name(func) and (func.attr, number) in _METHODS:
         return [func.value]
     reads = _READS.search(last_name(func)) or _MOVES.match(source.name(func))
-    return call.args[:1] if reads else []
+    return (call.args[:1] or given_values(call)) if reads else []
 
 
 #: Names of functions that read a file, or send it elsewhere.
@@ -301,7 +301,7 @@ def _callers(source: Source, node: ast.AST) -> list[ast.Call]:
 
 
 def _downloads(source: Source, call: ast.Call) -> bool:
-    return is_bool(keyword(call, "download"), True) and source.name(call.func).startswith("torchvision.datasets.")
+    return is_bool(argument_at(call, 4, "download"), True) and source.name(call.func).startswith("torchvision.datasets.")
 
 
 def _is_locked(source: Source, call: ast.Call) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
-from dualtrain.horovodize.nodes import calls_in, first_argument, keyword, last_name
+from dualtrain.horovodize.nodes import argument_at, calls_in, first_argument, given_values, last_name
 from dualtrain.horovodize.order import calls_of
 from dualtrain.horovodize.rules.losses import models_of_optimizer
 from dualtrain.horovodize.rules.sent_models import are_related
@@ -102,7 +102,7 @@ def data_parallel(source: Source) -> Iterator[Finding]:
             continue
         tests = [ast.unparse(above.test) for above in source.around(call, ast.If)]
         counted = all(re.search(r"device_count|is_available|__name__", test) for test in tests)
-        if counted and len(call.args) == 1 and not guards.is_without_horovod(call):
+        if counted and not guards.is_without_horovod(call):
             message = (
                 "DataParallel makes each rank use all GPUs that it sees, and not one GPU per rank; remove it, because "
                 "Horovod averages the gradients of the ranks"
@@ -112,7 +112,7 @@ def data_parallel(source: Source) -> Iterator[Finding]:
 
 def _gets_all_gpus(source: Source, call: ast.Call) -> bool:
     """Return whether ``call`` has no device_ids, or ``list(range(torch.cuda.device_count()))``."""
-    devices = keyword(call, "device_ids")
+    devices = argument_at(call, 1, "device_ids")
     if devices is None:
         return True
     words = {source.name(call.func) or ast.unparse(call.func) for call in calls_in(devices)}
@@ -134,7 +134,9 @@ def _combines_metrics(source: Source) -> bool:
     computed = {target for target, value, _ in source.assignments if ".compute()" in ast.unparse(value)}
     for call in source.calls:
         if source.hvd(call.func) in COLLECTIVES or last_name(call.func) in combining:
-            given = {ast.unparse(node) for value in call.args for node in ast.walk(value) if isinstance(node, ast.expr)}
+            given = {
+                ast.unparse(node) for value in given_values(call) for node in ast.walk(value) if isinstance(node, ast.expr)
+            }
             if given & computed or any(".compute()" in text for text in given):
                 return True
     return False

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES, RANK_NAMES
-from dualtrain.horovodize.nodes import first_argument, given_values, keyword, last_name
+from dualtrain.horovodize.nodes import argument_at, first_argument, given_values, keyword, last_name
 from dualtrain.horovodize.order import nodes_certainly_after, runs_on_driver
 from dualtrain.horovodize.source import Finding, Source
 
@@ -81,11 +81,12 @@ def _uses_first_gpu(source: Source, guards: Guards, call: ast.Call) -> bool:
     name = source.name(call.func)
     if not isinstance(call.func, ast.Attribute) or (name != "torch.device" and call.func.attr != "to"):
         return False
-    given = [value for first in call.args[:1] for value in (first, *_visible_values(source, first))]
+    device = first_argument(call, "device")
+    given = [] if device is None else [device, *_visible_values(source, device)]
     words = [node.value for value in given for node in ast.walk(value) if isinstance(node, ast.Constant)]
-    if "cuda:0" not in words or guards.looks_like_one_rank(call) or _is_chosen(source, call):
+    if device is None or "cuda:0" not in words or guards.looks_like_one_rank(call) or _is_chosen(source, call):
         return False
-    if _may_be_other_gpu(source, call.args[0]):
+    if _may_be_other_gpu(source, device):
         return False
     if name != "torch.device":
         return True
@@ -100,7 +101,9 @@ def _may_be_other_gpu(source: Source, variable: ast.expr, value: ast.expr | None
     if isinstance(value, ast.IfExp):
         return any(_may_be_other_gpu(source, variable, one) for one in (value.body, value.orelse))
     if isinstance(value, ast.Call) and source.name(value.func) == "torch.device":
-        return len(value.args) > 1 or any(_may_be_other_gpu(source, variable, one) for one in given_values(value))
+        return argument_at(value, 1, "index") is not None or any(
+            _may_be_other_gpu(source, variable, one) for one in given_values(value)
+        )
     if isinstance(value, ast.Constant):
         return re.fullmatch(r"(cuda:)?0*[1-9]\d*", str(value.value)) is not None
     return ast.unparse(value) != ast.unparse(variable)
@@ -141,12 +144,14 @@ def _uses_default_gpu(source: Source, call: ast.Call) -> bool:
     if not isinstance(call.func, ast.Attribute):
         return False
     if call.func.attr == "cuda":
-        return not call.args and keyword(call, "device") is None
-    if (call.func.attr != "to" and source.name(call.func) != "torch.device") or len(call.args) != 1:
+        return first_argument(call, "device") is None
+    made = source.name(call.func) == "torch.device"
+    device = first_argument(call, "type" if made and keyword(call, "device") is None else "device")
+    if (call.func.attr != "to" and not made) or device is None or (made and argument_at(call, 1, "index") is not None):
         return False
-    values = [call.args[0], *_visible_values(source, call.args[0])]
+    values = [device, *_visible_values(source, device)]
     constants = [node.value for value in values for node in ast.walk(value) if isinstance(node, ast.Constant)]
-    return any(text in ("cuda", "cuda:0") for text in constants) and not _may_be_other_gpu(source, call.args[0])
+    return any(text in ("cuda", "cuda:0") for text in constants) and not _may_be_other_gpu(source, device)
 
 
 def _visible_values(source: Source, variable: ast.expr) -> list[ast.expr]:
@@ -167,8 +172,9 @@ def _gpu_numbers(source: Source) -> Iterator[ast.expr]:
         name, method = source.name(call.func), last_name(call.func)
         if name in _GPU_CALLS or (isinstance(call.func, ast.Attribute) and method in ("cuda", "to")):
             yield from filter(None, [first_argument(call, "device")])
-        elif name == "torch.device" and len(call.args) == 2 and _is_cuda(call.args[0]):
-            yield call.args[1]
+        elif name == "torch.device":
+            kind, index = first_argument(call, "type"), argument_at(call, 1, "index")
+            yield from [index] if kind is not None and index is not None and _is_cuda(kind) else []
         elif method == "format" and isinstance(call.func, ast.Attribute) and _is_cuda(call.func.value):
             yield from call.args[:1]
         if (devices := keyword(call, "device_ids")) is not None and isinstance(devices, ast.List):

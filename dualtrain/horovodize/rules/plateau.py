@@ -38,7 +38,7 @@ class _Assigned(NamedTuple):
 
 def schedule_by_own_loss(source: Source) -> Iterator[Finding]:
     """A ReduceLROnPlateau that gets the training loss of this rank, although each rank has its own samples."""
-    steps = [call for call in source.calls if call.args and _steps_plateau(source, call)]
+    steps = [call for call in source.calls if given_values(call) and _steps_plateau(source, call)]
     sampled = any(map(distributed_samplers, source.files))
     if not steps or not sampled or any(map(_may_send, source.files)):
         return
@@ -46,7 +46,7 @@ def schedule_by_own_loss(source: Source) -> Iterator[Finding]:
         alone = not any(ast.unparse(other.func) == ast.unparse(call.func) for other in steps if other is not call)
         if sends_rate(source, call):
             continue
-        if alone and _is_unconditional(source, call) and _is_own(Collectives(source), call.args[0], call):
+        if alone and _is_unconditional(source, call) and _is_own(Collectives(source), given_values(call)[0], call):
             message = (
                 "the schedule gets the loss of this rank only, so that learning rates, and then weights, differ between "
                 "ranks; average the loss over all ranks first, for example by hvd.allreduce(torch.tensor(loss))"

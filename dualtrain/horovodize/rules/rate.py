@@ -164,7 +164,9 @@ def _rates(source: Source, cyclic_schedules: Sequence[ast.Call]) -> Iterator[ast
     """Yield the expressions that are used as a learning rate; if there are ``cyclic_schedules``, only their arguments."""
     if cyclic_schedules:
         yield from (word.value for call in cyclic_schedules for word in call.keywords if word.arg in ("base_lr", "max_lr"))
-        yield from (value for call in cyclic_schedules for value in call.args[1:2])
+        yield from (
+            value for call in cyclic_schedules for value in call.args[1 : 3 if "Cyclic" in last_name(call.func) else 2]
+        )
         return
     for call in source.calls:
         rate = keyword(call, "lr") or keyword(call, "max_lr")

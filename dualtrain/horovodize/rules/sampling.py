@@ -9,7 +9,16 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import argument_at, calls_in, first_argument, is_bool, is_stored, keyword, last_name
+from dualtrain.horovodize.nodes import (
+    argument_at,
+    calls_in,
+    first_argument,
+    is_bool,
+    is_stored,
+    keyword,
+    last_name,
+    sampler_of,
+)
 from dualtrain.horovodize.order import runs_on_driver
 from dualtrain.horovodize.rules.evaluation import is_evaluation, is_for_evaluation
 from dualtrain.horovodize.rules.own_data import is_made_by_rank, is_sharded
@@ -29,7 +38,7 @@ def sampler_without_ranks(source: Source) -> Iterator[Finding]:
     for call in samplers:
         if any(word.arg is None for word in call.keywords) or len(call.args) > 2:
             continue
-        if any(source.exclusive(call, other) and keyword(other, "rank") is not None for other in samplers):
+        if any(source.exclusive(call, other) and argument_at(other, 2, "rank") is not None for other in samplers):
             continue  # the sampler in the other branch is for runs with Horovod
         if is_for_other_launcher(source, call):
             continue
@@ -66,8 +75,8 @@ def sampler_with_shuffle(source: Source) -> Iterator[Finding]:
     samplers = distributed_samplers(source)
     made = {target for target, value, _ in source.assignments if any(part in samplers for part in ast.walk(value))}
     for call in source.calls:
-        sampler = keyword(call, "sampler")
-        if source.name(call.func) not in LOADERS or not is_bool(keyword(call, "shuffle"), True):
+        sampler = sampler_of(call)
+        if source.name(call.func) not in LOADERS or not is_bool(argument_at(call, 2, "shuffle"), True):
             continue
         given = isinstance(sampler, ast.Name) and sampler.id in source.parameters(call)
         if sampler is not None and not given and (sampler in samplers or ast.unparse(sampler) in made):
@@ -120,7 +129,7 @@ def _has_fixed_rank(source: Source, call: ast.Call) -> bool:
     if is_for_evaluation(source, call) or is_for_other_launcher(source, call) or not is_read(source, call):
         return False
     differs = is_sharded(source, data) or is_made_by_rank(source, data)
-    seed = keyword(call, "seed")  # a seed that depends on the rank gives each rank other samples in each step
+    seed = argument_at(call, 4, "seed")  # a seed that depends on the rank gives each rank other samples in each step
     if seed is not None and is_sharded(source, seed):
         return False
     return not differs and not Guards.of(source).looks_like_one_rank(call)
@@ -135,7 +144,7 @@ def same_order_every_epoch(source: Source) -> Iterator[Finding]:
     for call in distributed_samplers(source):
         if not loops and all(read in source.above(call) for read in endless):
             continue  # nothing reads the samples repeatedly, or each pass makes its own sampler
-        shuffle = keyword(call, "shuffle")
+        shuffle = argument_at(call, 3, "shuffle")
         shuffles = shuffle is None or is_bool(shuffle, True)
         scope = getattr(source.scope(call), "name", "")
         if not shuffles or is_for_evaluation(source, call) or is_evaluation(scope) or source.uses_elastic:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import calls_in, first_argument, given_values, last_name, names_in
+from dualtrain.horovodize.nodes import argument_at, calls_in, first_argument, given_values, last_name, names_in
 from dualtrain.horovodize.order import arguments, runs_on_driver
 from dualtrain.horovodize.rules.sent_models import are_related, owner_of
 from dualtrain.horovodize.source import Finding, Function, Source
@@ -35,14 +35,16 @@ def same_random_numbers(source: Source) -> Iterator[Finding]:
     drawn = _drawn_for_samples(source)
     if drawn and _draws_in_workers(source):
         drawn = {"torch"}
-    seed_calls = [call for call in source.calls if source.name(call.func) in _SEEDS and call.args]
-    drawn -= {_SEEDS[source.name(call.func)] for call in seed_calls if _depends_on_rank(source, guards, call.args[0])}
+    seed_calls = [call for call in source.calls if source.name(call.func) in _SEEDS and given_values(call)]
+    drawn -= {
+        _SEEDS[source.name(call.func)] for call in seed_calls if _depends_on_rank(source, guards, given_values(call)[0])
+    }
     if "worker_init_fn" in source.code:
         return
     for call in source.calls:
-        if _SEEDS.get(source.name(call.func)) not in drawn or len(call.args) != 1:
+        if _SEEDS.get(source.name(call.func)) not in drawn or len(given_values(call)) != 1:
             continue
-        if runs_on_driver(source, call) or _depends_on_rank(source, guards, call.args[0]):
+        if runs_on_driver(source, call) or _depends_on_rank(source, guards, given_values(call)[0]):
             continue
         message = (
             "all ranks start with the same random numbers, so the samples of different ranks may be augmented in the same "
@@ -53,7 +55,8 @@ def same_random_numbers(source: Source) -> Iterator[Finding]:
 
 def _draws_in_workers(source: Source) -> bool:
     """Return whether loaders may have worker processes, in which torch also chooses the seeds of numpy and random."""
-    given = (word.value for call in source.calls for word in call.keywords if word.arg == "num_workers")
+    calls = ((call, 5 if last_name(call.func) == "DataLoader" else len(call.args)) for call in source.calls)
+    given = (value for call, position in calls if (value := argument_at(call, position, "num_workers")) is not None)
     by_dict = (
         value
         for node in source.nodes
@@ -91,8 +94,10 @@ def _manual_seed_uses(source: Source) -> Iterator[ast.AST]:
 def seeds_ranks_alike(source: Source) -> bool:
     """Return whether the script may seed torch's default generator with a seed that does not contain the rank."""
     guards = Guards.of(source)
-    calls = [call for call in source.calls if last_name(call.func) in ("manual_seed", "manual_seed_all") and call.args]
-    ranked = [call.func for call in calls if any(guards.kinds.rank(part) for part in _expressions(call.args[0]))]
+    calls = [
+        call for call in source.calls if last_name(call.func) in ("manual_seed", "manual_seed_all") and given_values(call)
+    ]
+    ranked = [call.func for call in calls if any(guards.kinds.rank(part) for part in _expressions(given_values(call)[0]))]
     return _seeds_by_name(source) or any(node not in ranked for node in _manual_seed_uses(source))
 
 
@@ -256,7 +261,7 @@ def _per_rank(source: Source, call: ast.Call) -> list[Edit]:
     once), if the seed is neither a name nor an integer, or if the call is not between ``init`` and the broadcasts
     of all models.
     """
-    seed, rank = call.args[0], source.spell("rank", call)
+    seed, rank = given_values(call)[0], source.spell("rank", call)
     before = [init for init in source.hvd_calls("init") if init.lineno < call.lineno]
     same_place = any(source.scope(init) is source.scope(call) for init in before)
     simple = isinstance(seed, ast.Name | ast.Attribute) or (isinstance(seed, ast.Constant) and isinstance(seed.value, int))

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from dualtrain.horovodize.names import COMPRESSIONS, HOMES, MODULE_NAMES, PUBLIC, RANK_NAMES
-from dualtrain.horovodize.nodes import first_argument, keyword, last_name
+from dualtrain.horovodize.nodes import argument_at, first_argument, keyword, last_name
 from dualtrain.horovodize.own_modules import parameters
 from dualtrain.horovodize.source import Finding, Source
 
@@ -152,7 +152,9 @@ def adasum(source: Source) -> Iterator[Finding]:
 def adasum_skipping(source: Source) -> Iterator[Finding]:
     """skip_synchronize() of an optimizer that uses Adasum: AssertionError."""
     wraps = {
-        name: call for name, call in source.wraps if (op := keyword(call, "op")) is not None and _names_adasum(source, op)
+        name: call
+        for name, call in source.wraps
+        if (op := argument_at(call, 4, "op")) is not None and _names_adasum(source, op)
     }
     for call in source.calls:
         if last_name(call.func) != "skip_synchronize" or not isinstance(call.func, ast.Attribute):
@@ -225,7 +227,15 @@ def _is_averaged(source: Source, node: ast.AST) -> bool:
     """
     inside = [above for above in source.around(node, ast.Call) if source.hvd(above.func)]
     calls = inside or [wrap for _, wrap in source.wraps]
-    return not calls or any(_may_average(source, keyword(call, "op")) for call in calls)
+    return not calls or any(_may_average(source, _op(source, call)) for call in calls)
+
+
+def _op(source: Source, call: ast.Call) -> ast.expr | None:
+    """Return the argument ``op`` of an allreduce or a DistributedOptimizer."""
+    return argument_at(call, 4, "op") if source.hvd(call.func) in _OP_IS_FIFTH else keyword(call, "op")
+
+
+_OP_IS_FIFTH = ("DistributedOptimizer", "allreduce", "grouped_allreduce")
 
 
 def _may_average(source: Source, op: ast.expr | None) -> bool:

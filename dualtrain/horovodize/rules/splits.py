@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import first_argument, keyword, names_in
+from dualtrain.horovodize.nodes import argument_at, first_argument, given_values, keyword, names_in
 from dualtrain.horovodize.order import runs_on_driver
 from dualtrain.horovodize.rules.own_data import is_sharded
 from dualtrain.horovodize.rules.rank_values import may_repeat
@@ -60,9 +60,9 @@ def shuffled_shards(source: Source) -> Iterator[Finding]:
     """A shuffle without a seed, of a list from which each rank then takes its part."""
     for call in source.calls:
         seeded = {"numpy.random.shuffle": seeds_numpy, "random.shuffle": seeds_random}.get(source.name(call.func))
-        if seeded is None or any(map(seeded, source.files)) or not call.args or runs_on_driver(source, call):
+        if seeded is None or any(map(seeded, source.files)) or not given_values(call) or runs_on_driver(source, call):
             continue
-        if _is_split_by_rank(source, ast.unparse(call.args[0]), call):
+        if _is_split_by_rank(source, ast.unparse(given_values(call)[0]), call):
             message = (
                 "each rank shuffles differently before it takes its part, so that parts overlap and samples are missing; "
                 "use the same seed on all ranks"
@@ -135,8 +135,9 @@ def _shard(source: Source, node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
         return None
     if source.name(node.func).startswith("torch.distributed."):
         return None  # such as init_process_group: its rank and world_size do not select samples
-    if isinstance(node.func, ast.Attribute) and node.func.attr == "shard" and len(node.args) == 2:
-        return node.args[1], node.args[0]
+    if isinstance(node.func, ast.Attribute) and node.func.attr == "shard" and len(given_values(node)) == 2:
+        shards, shard = first_argument(node, "num_shards"), argument_at(node, 1, "index")
+        return (shard, shards) if shard is not None and shards is not None else None
     if isinstance(node.func, ast.Name) and node.func.id == "range" and len(node.args) == 3:
         return node.args[0], node.args[2]
     index = next((word.value for word in node.keywords if word.arg in _SHARD_INDEX), None)

@@ -15,7 +15,7 @@ from dualtrain.horovodize.averaging import (
     synchronizing_functions,
 )
 from dualtrain.horovodize.events import STEP_KINDS, Event, events_by_scope, has, since_backward, skips, until_backward
-from dualtrain.horovodize.nodes import argument_at, calls_in, given_values, keyword, last_name
+from dualtrain.horovodize.nodes import argument_at, calls_in, first_argument, given_values, keyword, last_name
 from dualtrain.horovodize.rules.losses import models_of_optimizer
 from dualtrain.horovodize.rules.sent_models import are_related, is_new_model, owner_of
 from dualtrain.horovodize.rules.step_repairs import (
@@ -103,7 +103,7 @@ def apex_before_synchronize(source: Source) -> Iterator[Finding]:
 
 def _unscales(call: ast.Call) -> bool:
     """Return whether ``amp.scale_loss`` certainly unscales gradients at the end of its block."""
-    delay = keyword(call, "delay_unscale")
+    delay = argument_at(call, 4, "delay_unscale")
     return delay is None or (isinstance(delay, ast.Constant) and not delay.value)
 
 
@@ -191,7 +191,7 @@ def _is_of_another_optimizer(source: Source, event: Event) -> bool:
         later = block[block.index(statement) + 1 :]
         for call in calls_in(*later):
             if isinstance(call.func, ast.Attribute) and call.func.attr == "step":
-                given = call.args[0] if call.args else None
+                given = first_argument(call, "optimizer")
                 owner = last_name(given if isinstance(given, ast.Name | ast.Attribute) else call.func.value)
                 return owner not in source.wrapped and owner in source.plain_optimizers
         statement = source.parents[statement]

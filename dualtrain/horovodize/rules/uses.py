@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from dualtrain.horovodize.nodes import arms, is_stored, last_name
+from dualtrain.horovodize.nodes import arms, is_stored, last_name, sampler_of
 from dualtrain.horovodize.order import calls_of
 from dualtrain.horovodize.source import Function, Source
 
@@ -96,9 +96,10 @@ def _with_container(source: Source, node: ast.AST) -> ast.AST:
 
 def loader_around(source: Source, call: ast.Call) -> ast.Call | None:
     """Return the loader in ``loader = DataLoader(data, sampler=call)``, if ``call`` is its sampler; else None."""
-    word = source.parents[call]
-    loader = source.parents[word] if isinstance(word, ast.keyword) and word.arg == "sampler" else None
-    return loader if isinstance(loader, ast.Call) and _is_loader(loader) and _name_of(source, loader) else None
+    above = source.parents[call]
+    loader = source.parents[above] if isinstance(above, ast.keyword) else above
+    is_sampler = isinstance(loader, ast.Call) and sampler_of(loader) is call
+    return loader if is_sampler and _is_loader(loader) and _name_of(source, loader) else None  # type: ignore[arg-type, return-value]
 
 
 def _is_of_other_object(source: Source, call: ast.Call) -> bool:

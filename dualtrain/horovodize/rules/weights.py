@@ -7,7 +7,16 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import argument_at, given_values, is_bool, keyword, last_name, names_in, variables_in
+from dualtrain.horovodize.nodes import (
+    argument_at,
+    first_argument,
+    given_values,
+    is_bool,
+    keyword,
+    last_name,
+    names_in,
+    variables_in,
+)
 from dualtrain.horovodize.order import argument, calls_of, nodes_after
 from dualtrain.horovodize.rules.rank_values import may_send
 from dualtrain.horovodize.rules.seeds import seeds_ranks_alike
@@ -71,8 +80,8 @@ def _set_to_constant(source: Source, call: ast.Call) -> ast.expr | None:
     """Return the tensor that ``call`` sets to a constant, without ``.data``; None if it sets no tensor to a constant."""
     tensor: ast.expr | None = None
     values: list[ast.expr] = []
-    if call.args and _CONSTANTS.match(source.name(call.func)):
-        tensor, values = call.args[0], call.args[1:]
+    if given_values(call) and _CONSTANTS.match(source.name(call.func)):
+        tensor, values = first_argument(call, "tensor"), given_values(call)[1:]
     elif isinstance(call.func, ast.Attribute) and call.func.attr in ("fill_", "zero_"):
         tensor, values = call.func.value, call.args
     if isinstance(tensor, ast.Attribute) and tensor.attr == "data":

@@ -8,7 +8,16 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import argument_at, calls_in, first_argument, is_bool, is_stored, keyword, last_name
+from dualtrain.horovodize.nodes import (
+    argument_at,
+    calls_in,
+    first_argument,
+    is_bool,
+    is_stored,
+    keyword,
+    last_name,
+    sampler_of,
+)
 from dualtrain.horovodize.order import ENTRY_POINTS, calls_of, runs_on_driver
 from dualtrain.horovodize.rules.evaluation import is_for_evaluation, is_for_training
 from dualtrain.horovodize.rules.own_data import SHARDED, is_made_by_rank, is_sharded
@@ -26,9 +35,11 @@ def every_rank_reads_all(source: Source) -> Iterator[Finding]:
         if source.name(call.func) not in LOADERS or runs_on_driver(source, call) or not _shuffles_training(source, call):
             continue
         # The name of ``**options`` is None. The options may contain a sampler.
-        others = {word.arg for word in call.keywords if not _is_random(source, word)} & {"sampler", "batch_sampler", None}
+        others = {word.arg for word in call.keywords} & {"batch_sampler", None}
+        sampler = sampler_of(call)
         data = first_argument(call, "dataset")
-        if others or data is None or is_sharded(source, data) or is_for_evaluation(source, call):
+        sampled = sampler is not None and not _is_random(source, sampler)
+        if others or sampled or data is None or is_sharded(source, data) or is_for_evaluation(source, call):
             continue
         if is_made_by_rank(source, data):
             continue
@@ -44,24 +55,23 @@ def every_rank_reads_all(source: Source) -> Iterator[Finding]:
 
 
 def _shuffles_training(source: Source, call: ast.Call) -> bool:
-    shuffle = argument_at(call, 2, "shuffle")
+    shuffle, sampler = argument_at(call, 2, "shuffle"), sampler_of(call)
     return (
         is_bool(shuffle, True)
-        or any(_is_random(source, word) for word in call.keywords)
+        or (sampler is not None and _is_random(source, sampler))
         or (shuffle is None and _has_whole_training_set(source, call))
     )
 
 
-def _is_random(source: Source, word: ast.keyword) -> bool:
-    """Return whether ``word`` is ``sampler=RandomSampler(data)``, which shuffles all samples, as ``shuffle=True`` does."""
-    values = source.values.get(ast.unparse(word.value), [word.value])
-    random = [
+def _is_random(source: Source, sampler: ast.expr) -> bool:
+    """Return whether ``sampler`` is ``RandomSampler(data)``, which shuffles all samples, as ``shuffle=True`` does."""
+    values = source.values.get(ast.unparse(sampler), [sampler])
+    return all(
         isinstance(value, ast.Call)
         and source.name(value.func) in ("torch.utils.data.RandomSampler", "torch.utils.data.sampler.RandomSampler")
         and len(value.args) + len(value.keywords) == 1
         for value in values
-    ]
-    return word.arg == "sampler" and all(random)
+    )
 
 
 def _is_alternative(source: Source, call: ast.Call) -> bool:
@@ -71,7 +81,7 @@ def _is_alternative(source: Source, call: ast.Call) -> bool:
     makes a DistributedSampler, and ``call`` is in a function that nothing calls and that is not in ``ENTRY_POINTS``.
     """
     for other in source.calls:
-        samples = keyword(other, "sampler") is not None and last_name(other.func).endswith("DataLoader")
+        samples = sampler_of(other) is not None and last_name(other.func).endswith("DataLoader")
         if (samples or last_name(other.func) == "DistributedSampler") and source.exclusive(call, other):
             return True
     scope = source.scope(call)
@@ -98,7 +108,7 @@ def _is_replaced(source: Source, call: ast.Call, data: ast.expr) -> bool:
         return False
     loaders = [(other, first_argument(other, "dataset")) for other in source.calls if source.name(other.func) in LOADERS]
     same = [other for other, given in loaders if given is not None and ast.unparse(given) == ast.unparse(data)]
-    return any(keyword(other, "sampler") is not None for other in same)
+    return any(sampler_of(other) is not None for other in same)
 
 
 def _has_whole_training_set(source: Source, call: ast.Call) -> bool:
@@ -119,6 +129,8 @@ def _with_sampler(source: Source, call: ast.Call, data: ast.expr) -> list[Edit]:
     size, rank = source.spell("size", call), source.spell("rank", call)
     words = [word for word in call.keywords if word.arg == "shuffle"]
     found = [target for target, value, _ in source.assignments if value is call]
+    if keyword(call, "sampler") is not None:  # sampler=None
+        return []
     if not (words and size and rank and found and found[0].isidentifier() and isinstance(data, ast.Name | ast.Attribute)):
         return []
     name = (re.sub(r"_?(data)?_?loader$", "", found[0]) or "train") + "_sampler"

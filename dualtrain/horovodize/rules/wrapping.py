@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import first_argument, is_bool, is_stored, keyword, last_name, variables_in
+from dualtrain.horovodize.nodes import argument_at, first_argument, is_bool, is_stored, keyword, last_name, variables_in
 from dualtrain.horovodize.order import argument, calls_of, nodes_after
 from dualtrain.horovodize.rules.losses import models_of_optimizer
 from dualtrain.horovodize.source import Finding, Function, Source
@@ -24,8 +24,9 @@ def set_to_none(source: Source) -> Iterator[Finding]:
 def predivided_groups(source: Source) -> Iterator[Finding]:
     """A gradient_predivide_factor that Horovod ignores, because parameters are in groups."""
     for call in source.hvd_calls("DistributedOptimizer"):
-        factor = keyword(call, "gradient_predivide_factor")
-        grouped = any(not _is_one_of(source, keyword(call, word), (None, 0)) for word in ("groups", "num_groups"))
+        factor = argument_at(call, 5, "gradient_predivide_factor")
+        groups = (argument_at(call, 6, "num_groups"), argument_at(call, 7, "groups"))
+        grouped = any(not _is_one_of(source, value, (None, 0)) for value in groups)
         if grouped and not _is_one_of(source, factor, (None, 1)):
             message = (
                 "dualtrain divides gradients by gradient_predivide_factor before the sum, but Horovod ignores the factor "
@@ -171,9 +172,15 @@ def _shows_decay(source: Source, optimizer: ast.expr) -> bool:
     made = [value for value, scope in same if scope is source.scope(optimizer)] or [value for value, _ in same]
     calls = [value for value in made if isinstance(value, ast.Call) and _unwrapped(source, value) is value]
     # The AdamW of a different library, such as transformers, may have no weight decay by default.
-    by_default = (source.name(call.func) for call in calls if keyword(call, "weight_decay") is None)
+    by_default = (source.name(call.func) for call in calls if _decay(call) is None)
     decays = any(name.startswith("torch.optim.") and name.endswith((".AdamW", ".ASGD", ".Muon")) for name in by_default)
-    return decays or any(not _is_zero(source, keyword(call, "weight_decay")) for call in calls)
+    return decays or any(not _is_zero(source, _decay(call)) for call in calls)
+
+
+def _decay(call: ast.Call) -> ast.expr | None:
+    """Return the argument ``weight_decay`` of ``call``, which makes an optimizer; None if it is omitted."""
+    positions = {"Adagrad": 3, "ASGD": 5, "Adafactor": 5, "Muon": 2}
+    return argument_at(call, positions.get(last_name(call.func), 4), "weight_decay")
 
 
 def _is_zero(source: Source, decay: ast.expr | None) -> bool:
