@@ -15,7 +15,7 @@ _MOST_CASES = 100
 def normalized(tree: ast.Module) -> ast.Module:
     """Change ``0 == rank`` to ``rank == 0``, ``x: int = 1`` to ``x = 1``, and ``match`` on constants to ``if``.
 
-    Return ``tree``.
+    Also change ``async for`` to ``for``, and ``async with`` to ``with``. Return ``tree``.
     """
     for node in ast.walk(tree):
         for name in ("body", "orelse", "finalbody"):
@@ -31,6 +31,10 @@ def normalized(tree: ast.Module) -> ast.Module:
 def _normal_statement(statement: ast.stmt) -> ast.stmt:
     if isinstance(statement, ast.AnnAssign) and statement.value is not None:
         return ast.copy_location(ast.Assign([statement.target], statement.value), statement)
+    if isinstance(statement, ast.AsyncFor):
+        return ast.copy_location(ast.For(statement.target, statement.iter, statement.body, statement.orelse), statement)
+    if isinstance(statement, ast.AsyncWith):
+        return ast.copy_location(ast.With(statement.items, statement.body), statement)
     return _without_constant_cases(statement) if isinstance(statement, ast.Match) else statement
 
 

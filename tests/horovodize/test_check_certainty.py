@@ -498,6 +498,12 @@ CASES = [
         "c = hvd.Compression.fp16\no = hvd.DistributedOptimizer(o, compression=c, op=hvd.Sum if args.sum else hvd.Average)",
         "c = hvd.Compression.fp16\no = hvd.DistributedOptimizer(o, compression=c, op=hvd.Sum if args.sum else hvd.Adasum)",
     ),
+    (
+        "step_skipped_by_own_loss",  # async for
+        f"{WRAP}async def run():\n    async for x in d:\n        loss = model(x)\n        if loss.isnan():\n"
+        "            continue\n        loss.backward()\n        optimizer.step()",
+        f"{WRAP}async def run():\n    async for x in d:\n        loss = model(x)\n        loss.backward()",
+    ),
     *(
         (
             "schedule_on_some_ranks",  # no finding if a single broadcast is in the loop of the steps
