@@ -95,13 +95,24 @@ class Source:
 
     @cached_property
     def code(self) -> str:
-        """The script without comments, and without spaces between tokens; the whole text if it cannot be tokenized."""
+        """The script without comments and docstrings, and without spaces between tokens.
+
+        This is the whole text if it cannot be tokenized.
+        """
         # Don't use ast.unparse, which fails for a sum of some hundred terms.
         try:
             tokens = list(tokenize.generate_tokens(io.StringIO(self.text, newline=None).readline))
         except (tokenize.TokenError, SyntaxError):  # unusual line ends, for example, which only the parser accepts
             return self.text
-        return "".join(token.string for token in tokens if token.type != tokenize.COMMENT)
+        tokens = [token for token in tokens if token.type not in (tokenize.COMMENT, tokenize.NL)]
+        starts = (tokenize.ENCODING, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+        before = [tokenize.NEWLINE, *(token.type for token in tokens)]
+        after = [*(token.type for token in tokens[1:]), tokenize.NEWLINE]
+        return "".join(
+            token.string
+            for token, last, following in zip(tokens, before, after, strict=False)
+            if not (token.type == tokenize.STRING and last in starts and following == tokenize.NEWLINE)
+        )
 
     @cached_property
     def layout(self) -> Layout:

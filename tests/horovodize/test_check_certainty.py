@@ -499,6 +499,11 @@ CASES = [
         "c = hvd.Compression.fp16\no = hvd.DistributedOptimizer(o, compression=c, op=hvd.Sum if args.sum else hvd.Adasum)",
     ),
     (
+        "loaded_on_some_ranks",  # a docstring sends nothing
+        f'"""Load, then broadcast the step."""\n{WRAP}if hvd.rank() == 0:\n    model.load_state_dict(s)\n{TRAIN}',
+        f'x = """Load, then broadcast the step."""\n{WRAP}if hvd.rank() == 0:\n    model.load_state_dict(s)\n{TRAIN}',
+    ),
+    (
         "step_skipped_by_own_loss",  # async for
         f"{WRAP}async def run():\n    async for x in d:\n        loss = model(x)\n        if loss.isnan():\n"
         "            continue\n        loss.backward()\n        optimizer.step()",
