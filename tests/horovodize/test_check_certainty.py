@@ -57,6 +57,10 @@ DATA = "torch.utils.data.DataLoader"
 TEST = f"test_loader = {DATA}"
 RANDOM = "torch.utils.data.RandomSampler(d)"
 EPOCHS = "for epoch in range(9):\n    for y in x: loss.backward()"
+FITS = (
+    "class Fit:\n    def run(self, given):\n        for self.epoch in range(9):\n            for x in given:\n"
+    "                model(x).backward()\n"
+)
 MNIST = "from torchvision.datasets import MNIST\n"
 WRAPS = "hvd.DistributedOptimizer"
 SENDS = "hvd.broadcast_optimizer_state"
@@ -508,6 +512,16 @@ CASES = [
         f"{WRAP}async def run():\n    async for x in d:\n        loss = model(x)\n        if loss.isnan():\n"
         "            continue\n        loss.backward()\n        optimizer.step()",
         f"{WRAP}async def run():\n    async for x in d:\n        loss = model(x)\n        loss.backward()",
+    ),
+    (
+        "same_order_every_epoch",  # an attribute counts the epochs, and a method of the script gets the loader
+        f"{TRAIN_SAMPLER}loader = {DATA}(d, sampler=s)\n{FITS}Fit().run(loader)",
+        f"{TRAIN_SAMPLER}loader = {DATA}(d, sampler=s)\n{FITS}other.run(loader)",
+    ),
+    (
+        "same_order_every_epoch",
+        f"{TRAIN_SAMPLER}loader = {DATA}(d, sampler=s)\n{FITS}f = Fit()\nf.run(loader)",
+        f"{TRAIN_SAMPLER}loader = {DATA}(d, sampler=s)\n{FITS}f = Fit()\ns.set_epoch(f.epoch)\nf.run(loader)",
     ),
     *(
         (

@@ -17,6 +17,7 @@ from dualtrain.horovodize.nodes import (
     is_stored,
     keyword,
     last_name,
+    names_in,
     sampler_of,
 )
 from dualtrain.horovodize.order import runs_on_driver
@@ -160,7 +161,9 @@ def _depends_on_epoch(source: Source, call: ast.Call, loops: list[ast.For]) -> b
     """Return whether the sampler may have other samples in each epoch because its data set or seed depends on the epoch."""
     seed = argument_at(call, 4, "seed")
     names = {last_name(node) for node in ast.walk(seed)} - {""} if seed is not None else set[str]()
-    if any(_EPOCH.search(name) for name in names) or not names.isdisjoint(map(_epoch_variable, loops)):
+    if any(_EPOCH.search(name) for name in names) or any(
+        _epoch_variable(loop).rpartition(".")[2] in names for loop in loops
+    ):
         return True
     data = first_argument(call, "dataset")
     around = [loop for loop in loops if loop in source.above(call)]
@@ -168,7 +171,7 @@ def _depends_on_epoch(source: Source, call: ast.Call, loops: list[ast.For]) -> b
         return False
     epoch = _epoch_variable(around[0])
     values = [value for value in source.values.get(ast.unparse(data), [data]) if around[0] in source.above(value)]
-    return any(isinstance(node, ast.Name) and node.id == epoch for value in values for node in ast.walk(value))
+    return any(epoch in names_in(value) for value in values)
 
 
 #: Usual names of variables with an attribute ``epoch`` that are not samplers.
@@ -274,10 +277,11 @@ def _epoch_variable(loop: ast.For) -> str:
         if not counts.args or not isinstance(target, ast.List | ast.Tuple) or len(target.elts) != 2:
             return ""
         counts, target = counts.args[0], target.elts[1]
-    if not isinstance(counts, ast.Call) or last_name(counts.func) not in _COUNTS or not isinstance(target, ast.Name):
+    if not isinstance(counts, ast.Call) or last_name(counts.func) not in _COUNTS or not last_name(target):
         return ""
     ends = [part for call in ranges for part in _summands(call.args[min(len(call.args) - 1, 1)])]
-    return target.id if _EPOCH.search(target.id) or any(_EPOCHS.search(last_name(end)) for end in ends) else ""
+    counts_epochs = _EPOCH.search(last_name(target)) or any(_EPOCHS.search(last_name(end)) for end in ends)
+    return ast.unparse(target) if counts_epochs else ""
 
 
 def _summands(value: ast.expr) -> list[ast.expr]:

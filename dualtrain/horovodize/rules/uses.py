@@ -271,8 +271,13 @@ def _is_known(source: Source, call: ast.Call) -> bool:
     if name in _HARMLESS | _ITERATES or source.name(call.func).startswith(("torch.", "tqdm.")):
         return True
     if isinstance(call.func, ast.Attribute) and last_name(call.func.value) not in ("self", "cls", "super"):
-        return False  # a method of an object whose class is unknown
+        owner = call.func.value  # the class of other objects is unknown
+        return any(source.is_instance(owner, one) and _defines(one, name) for file in source.files for one in file.classes)
     return any(name in file.functions or any(node.name == name for node in file.classes) for file in source.files)
+
+
+def _defines(cls: ast.ClassDef, method: str) -> bool:
+    return any(isinstance(part, Function) and part.name == method for part in cls.body)
 
 
 def _is_called(source: Source, statement: ast.AST) -> bool:
