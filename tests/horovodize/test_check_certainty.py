@@ -503,6 +503,16 @@ CASES = [
         "c = hvd.Compression.fp16\no = hvd.DistributedOptimizer(o, compression=c, op=hvd.Sum if args.sum else hvd.Adasum)",
     ),
     (
+        "discarded_result",  # a value of the result that nothing uses
+        "hvd.broadcast(torch.tensor(start), 0).item()",
+        "print(hvd.broadcast(torch.tensor(start), 0).item())\nhvd.allreduce(torch.zeros(1)).item()",
+    ),
+    (
+        "discarded_result",  # an asynchronous call cannot be a barrier
+        "hvd.allreduce_async(torch.zeros(1))",
+        "hvd.allreduce(torch.zeros(1))\nhandle = hvd.allreduce_async(torch.zeros(1))\nhvd.synchronize(handle)",
+    ),
+    (
         "loaded_on_some_ranks",  # a docstring sends nothing
         f'"""Load, then broadcast the step."""\n{WRAP}if hvd.rank() == 0:\n    model.load_state_dict(s)\n{TRAIN}',
         f'x = """Load, then broadcast the step."""\n{WRAP}if hvd.rank() == 0:\n    model.load_state_dict(s)\n{TRAIN}',

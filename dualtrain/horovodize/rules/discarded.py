@@ -20,10 +20,11 @@ _METHODS = ("clone", "cpu", "cuda", "detach", "double", "float", "to")
 def discarded_result(source: Source) -> Iterator[Finding]:
     """A collective whose result or handle is discarded."""
     for call in source.hvd_calls(*OUT_OF_PLACE, *ASYNC, *OBJECTS):
-        alone = isinstance(source.parents[call], ast.Expr)
-        if not (alone or _is_unused(source, call)) or is_barrier(source, call) or _expects_error(source, call):
+        alone, name = isinstance(source.parents[call], ast.Expr), source.hvd(call.func)
+        if not (alone or _is_unused(source, call)) or _expects_error(source, call):
             continue
-        name = source.hvd(call.func)
+        if name not in ASYNC and is_barrier(source, call):
+            continue
         if name in ASYNC:
             message = f"the handle of {name}() is lost, so nothing waits for the result; pass it to hvd.synchronize()"
         else:
@@ -54,11 +55,14 @@ def _expects_error(source: Source, call: ast.Call) -> bool:
 
 
 def _is_unused(source: Source, call: ast.Call) -> bool:
-    """Return whether the result is in a list that is discarded, or in a local variable that nothing reads.
+    """Return whether the result is in a discarded list or value, or in a local variable that nothing reads.
 
     Variables that are unused on purpose do not count, nor do variables of functions that measure or test.
     """
     parent = source.parents[call]
+    if isinstance(parent, ast.Attribute) and parent.attr in ("item", "tolist", *_METHODS):  # hvd.allreduce(x).item()
+        outer = source.parents[parent]
+        return isinstance(outer, ast.Call) and isinstance(source.parents[outer], ast.Expr)
     if isinstance(parent, ast.ListComp):
         return parent.elt is call and isinstance(source.parents[parent], ast.Expr)
     if not isinstance(parent, ast.Assign) or not isinstance(source.scope(call), Function):
