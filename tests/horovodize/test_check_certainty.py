@@ -61,6 +61,7 @@ FITS = (
     "class Fit:\n    def run(self, given):\n        for self.epoch in range(9):\n            for x in given:\n"
     "                model(x).backward()\n"
 )
+WRAPPED_FIRST = "o = hvd.DistributedOptimizer(torch.optim.SGD(first.parameters(), 1))\n"
 MNIST = "from torchvision.datasets import MNIST\n"
 WRAPS = "hvd.DistributedOptimizer"
 SENDS = "hvd.broadcast_optimizer_state"
@@ -532,6 +533,11 @@ CASES = [
         "same_order_every_epoch",
         f"{TRAIN_SAMPLER}loader = {DATA}(d, sampler=s)\n{FITS}f = Fit()\nf.run(loader)",
         f"{TRAIN_SAMPLER}loader = {DATA}(d, sampler=s)\n{FITS}f = Fit()\ns.set_epoch(f.epoch)\nf.run(loader)",
+    ),
+    (
+        "accumulation_without_passes",  # no finding if a detached result is the only use of the model
+        f"{CRITICS}{WRAPPED_FIRST}first(second(x)).backward()\nfirst(x).backward()\no.step()",
+        f"{CRITICS}{WRAPPED_FIRST}y = first(x).detach()\nsecond(y).backward()\nother.step()\nfirst(x).backward()\no.step()",
     ),
     *(
         (

@@ -17,7 +17,7 @@ def models_of_loss(source: Source, backward: ast.Call) -> set[str]:
     """Return the models that the script calls, with gradients enabled, to compute the loss of ``backward``."""
     known = _models(source)
     found = set()
-    for call in calls_in(*_origins(source, backward)):
+    for call in (call for origin in _origins(source, backward) for call in _calls_with_gradients(origin)):
         text = ast.unparse(call.func)
         owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
         found |= {text, owner, text.removesuffix(".module")} & known
@@ -59,6 +59,16 @@ def _origins(source: Source, backward: ast.Call) -> list[ast.expr]:
         seen |= names
         found += [given for target, given in own if names.intersection(names_of_target(target))]
     return found
+
+
+def _calls_with_gradients(value: ast.AST) -> Iterator[ast.Call]:
+    """Yield the calls in ``value``, except in ``x.detach()`` and ``x.item()``."""
+    if isinstance(value, ast.Call):
+        if isinstance(value.func, ast.Attribute) and value.func.attr in ("detach", "item"):
+            return
+        yield value
+    for child in ast.iter_child_nodes(value):
+        yield from _calls_with_gradients(child)
 
 
 def _variables(value: ast.expr) -> Iterator[str]:
