@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from dualtrain.horovodize.horovod_use import HorovodUse
-from dualtrain.horovodize.nodes import last_name, names_in
+from dualtrain.horovodize.nodes import is_stored, last_name, names_in
 from dualtrain.horovodize.rank_kinds import RankKinds
 from dualtrain.horovodize.source import Function, Source
 
@@ -77,6 +77,8 @@ class Guards:
             return inner and (inner[0] is arms[0], inner[1])
         if isinstance(test, ast.BoolOp):
             return self._signature_of_operands(test, depth)
+        if isinstance(test, ast.Compare) and (inner := self._signature_of_none(test, depth)):
+            return inner
         if isinstance(test, ast.Name | ast.Attribute):
             text = ast.unparse(test)
             values = self.source.values.get(text, [])
@@ -90,6 +92,23 @@ class Guards:
             return False, f"{self.kinds.rank(test)} == 0"
         guards, returned = self._returned_test(test) or (self, None)
         return guards.signature(returned, depth + 1) if returned is not None else None
+
+    def _signature_of_none(self, test: ast.Compare, depth: int) -> tuple[bool, str] | None:
+        """Return the :meth:`signature` of ``x is not None`` if ``x`` is only assigned ``open() if rank == 0 else None``."""
+        values = self.source.values.get(ast.unparse(test.left), [])
+        is_none = isinstance(test.ops[0], ast.Is)
+        if not (is_none or isinstance(test.ops[0], ast.IsNot)) or ast.unparse(test.comparators[0]) != "None":
+            return None
+        stores = list(filter(is_stored, self.source.mentions.get(last_name(test.left), ())))
+        if len(values) != 1 or not isinstance(values[0], ast.IfExp) or len(stores) > 1:
+            return None
+        if last_name(test.left) in self.source.parameters(test):
+            return None
+        nones = [ast.unparse(arm) == "None" for arm in (values[0].body, values[0].orelse)]
+        inner = self.signature(values[0].test, depth + 1)
+        if inner is None or nones[0] is nones[1]:
+            return None
+        return inner[0] is (nones[0] is is_none), inner[1]
 
     def _signature_of_operands(self, test: ast.BoolOp, depth: int) -> tuple[bool, str] | None:
         if isinstance(test.op, ast.Or):  # not args.horovod or rank == 0

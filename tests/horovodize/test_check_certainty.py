@@ -504,6 +504,26 @@ CASES = [
         "c = hvd.Compression.fp16\no = hvd.DistributedOptimizer(o, compression=c, op=hvd.Sum if args.sum else hvd.Adasum)",
     ),
     (
+        "collective_on_some_ranks",  # a variable that is None on all ranks but one
+        "w = open() if hvd.rank() == 0 else None\nif w is not None:\n    hvd.allreduce_(x)",
+        "w = open() if hvd.rank() == 0 else None\nif w is not None:\n    w.add(x)\nif x is not w:\n    hvd.allreduce_(x)",
+    ),
+    (
+        "collective_on_some_ranks",
+        "w = None if hvd.rank() else open()\nif w is None:\n    pass\nelse:\n    hvd.barrier()",
+        "w = None if hvd.rank() else open()\nif w is None:\n    hvd.barrier()\nelse:\n    hvd.barrier()",
+    ),
+    (
+        "collective_on_some_ranks",  # no finding for another variable of the same name
+        "x = open() if hvd.rank() == 0 else None\ndef run(y):\n    if x is not None:\n        hvd.allreduce_(y)",
+        "x = open() if hvd.rank() == 0 else None\ndef run(x):\n    if x is not None:\n        hvd.allreduce_(x)",
+    ),
+    (
+        "collective_on_some_ranks",
+        "def start():\n    x = open() if hvd.rank() == 0 else None\n    if x is not None:\n        hvd.barrier()",
+        "def start():\n    x = open() if hvd.rank() == 0 else None\nfor x in d:\n    if x is not None:\n        hvd.join()",
+    ),
+    (
         "discarded_result",  # a value of the result that nothing uses
         "hvd.broadcast(torch.tensor(start), 0).item()",
         "print(hvd.broadcast(torch.tensor(start), 0).item())\nhvd.allreduce(torch.zeros(1)).item()",
