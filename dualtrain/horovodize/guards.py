@@ -151,7 +151,11 @@ class Guards:
         """Return whether ``attribute`` most likely belongs to an object of the script's class ``cls``."""
         if ast.unparse(attribute) in self.source.values:
             return False
-        return ast.unparse(attribute.value) in ("self", "cls") or self.source.is_instance(attribute.value, cls)
+        if ast.unparse(attribute.value) in ("self", "cls") or self.source.is_instance(attribute.value, cls):
+            return True
+        # A parameter is most likely an object of the program's only class that defines this name.
+        only = sum(attribute.attr in file.functions for file in self.source.files) == 1
+        return only and ast.unparse(attribute.value) in self.source.parameters(attribute)
 
     def is_on_some_ranks(self, node: ast.AST) -> bool:
         """Return whether ``node`` runs on one rank only, or on all except one, because of a condition in its function."""

@@ -524,6 +524,11 @@ CASES = [
         "def start():\n    x = open() if hvd.rank() == 0 else None\nfor x in d:\n    if x is not None:\n        hvd.join()",
     ),
     (
+        "collective_on_some_ranks",  # a property of a parameter; no finding if two classes define it
+        f"{FIRST}def save(t):\n    if t.first:\n        hvd.barrier()",
+        f"{FIRST}class U:\n    first = True\ndef save(t):\n    if t.first:\n        hvd.barrier()",
+    ),
+    (
         "discarded_result",  # a value of the result that nothing uses
         "hvd.broadcast(torch.tensor(start), 0).item()",
         "print(hvd.broadcast(torch.tensor(start), 0).item())\nhvd.allreduce(torch.zeros(1)).item()",
