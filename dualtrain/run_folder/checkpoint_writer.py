@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -105,13 +106,21 @@ class Writer:
         if self._bug is not None:
             raise self._bug
 
+    def remove_old(self) -> None:
+        """Remove all but the newest checkpoints; report an OSError. Raises SupersededError.
+
+        Do not call this while a write is in progress, or if the files of the best state are missing.
+        """
+        remove = partial(drop_old, self._checkpoints, self._kept, self._lock)
+        self._try("old checkpoints could not be removed", remove)
+
     def unwritten(self) -> dict[str, OSError]:
         """Return what the last write could not write, and why."""
         errors = {"the last checkpoint": self.failed, "the files of the best evaluation": self.best_failed}
         return {what: error for what, error in errors.items() if error is not None}
 
     def _write(self, step: int, state: Packed) -> None:
-        path, checkpoints, lock = path_of(self._checkpoints, step), self._checkpoints, self._lock
+        path, lock = path_of(self._checkpoints, step), self._lock
         try:
             self.failed = self._try(f"the checkpoint of step {step} could not be written", lambda: state.write(path, lock))
             if self.failed is None and self._best is not None:
@@ -120,7 +129,7 @@ class Writer:
             # Remove old checkpoints last, and only if no write failed. If the best state's files are missing, a resumed run
             # writes them again from that state's checkpoint, which may be an old one.
             if self.failed is None and self.best_failed is None:
-                self._try("old checkpoints could not be removed", lambda: drop_old(checkpoints, self._kept, lock))
+                self.remove_old()
         except SupersededError:
             pass  # the training loop checks the lock too, and ends the run on all ranks
         except Exception as error:  # raised in wait()

@@ -231,6 +231,8 @@ class Run:
             self.writer = Writer(self.folder, output.keep, self.records.warn, limit, lock)
             if saved is not None:
                 self._restore_best(saved, output.resume_file)
+                # A run that was killed during a save may have left old checkpoints, and this start may not save again.
+                on_rank_zero(self.backend, "old checkpoints", self.writer.remove_old)
                 assert isinstance(self.trainer.schedule, LambdaLR)
                 # Set the learning rates last: the calls above load saved rates, and this run may have a different length.
                 restore_rates(self.trainer.schedule)

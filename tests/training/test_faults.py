@@ -307,6 +307,20 @@ def test_old_checkpoints_that_cannot_be_removed_are_reported_and_the_run_ends_no
     assert "could not be written" not in caplog.text
 
 
+def test_a_resume_with_no_step_left_removes_the_old_checkpoints_that_a_killed_run_did_not_remove(tmp_path, monkeypatch):
+    def killed(*_: object) -> None:
+        raise KilledError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_writer, "drop_old", lambda *_: None)
+        patch.setattr(loop.Run, "_conclude", killed)
+        with pytest.raises(KilledError):
+            train(tmp_path, 2, "--keep", "1")
+    assert len(checkpoint.found(tmp_path / "checkpoints")) == 2
+    train(tmp_path, 2, "--keep", "1", "--resume")
+    assert [path.name for path in checkpoint.found(tmp_path / "checkpoints")] == ["step-00000004.safetensors"]
+
+
 def test_metrics_that_cannot_be_written_do_not_end_the_training(tmp_path, caplog):
     write = MetricsFile.write
 
