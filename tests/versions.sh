@@ -21,7 +21,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 python=${PYTHON:-python3}
 into=${DUALTRAIN_CACHE:-${XDG_CACHE_HOME:-$HOME/.cache}/dualtrain}/versions
 install_minutes=60 tests_minutes=90 job_minutes=5   # time limits of the steps
-found=''                                               # the version of Python
+python_version=''                                      # such as Python 3.11.9
 work=''                                                # the temporary folder, with a copy of the tree and the results
 running=''                                             # the process of the current step
 export LC_ALL=C PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
@@ -43,8 +43,8 @@ read_arguments() {
   [ "${#versions[@]}" -gt 0 ] || refuse "no version of torch was given; name one or more, such as 2.5.1 2.15.0"
 }
 
-# requirements NAME…: prints the lines of setup.cfg that require these packages; without names, all lines except those for torch and
-# torchvision.
+# requirements NAME…: prints the requirements of these packages, from install_requires and the extra dev of setup.cfg. Without names,
+# prints all requirements in these two lists except those of torch and torchvision.
 requirements() {
   "$python" - "$root/setup.cfg" "$@" <<'PY'
 import configparser, re, sys
@@ -61,9 +61,9 @@ PY
 check_versions() {
   local version oldest
   command -v "$python" >/dev/null || refuse "no interpreter '$python' found; install Python 3.11 or newer, or set PYTHON"
-  found=$("$python" --version 2>/dev/null) || refuse "the interpreter '$python' does not run; install Python 3.11 or newer, or set PYTHON to it"
+  python_version=$("$python" --version 2>/dev/null) || refuse "the interpreter '$python' does not run; install Python 3.11 or newer, or set PYTHON to it"
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-    refuse "$found is too old; install Python 3.11 or newer, or set PYTHON to it"
+    refuse "$python_version is too old; install Python 3.11 or newer, or set PYTHON to it"
   oldest=$(requirements torch)
   oldest=${oldest#*>=}
   for version in "${versions[@]}"; do
@@ -143,7 +143,7 @@ check_index() {
     if [ -z "$known" ] || [ -n "$broken" ]; then
       refuse "the package index does not answer (${broken:-no reason given}); to use a proxy, set HTTPS_PROXY; to use another index, run pip config set global.index-url URL"
     fi
-    refuse "the package index has no torch $version for $found; it has ${known//,/ }"
+    refuse "the package index has no torch $version for $python_version; it has ${known//,/ }"
   done
 }
 
