@@ -128,7 +128,7 @@ def test_only_one_of_two_processes_with_the_same_rank_joins():
     assert all("rank 1 of 2 has joined already" in error or "did not answer" in error for error in errors)
 
 
-def test_a_second_process_with_the_same_rank_and_number_does_not_join(monkeypatch):
+def test_a_second_process_with_the_same_rank_and_random_number_does_not_join(monkeypatch):
     monkeypatch.setattr(session.secrets, "token_hex", lambda _: "same")
     store = dist.HashStore()
     with ThreadPoolExecutor(3) as executor:

@@ -13,7 +13,7 @@ from dualtrain.gradients.shard_sums import ShardSums
 from tests.hvd.worlds import worlds
 from tests.threads import run_threads
 
-COUNTS = (1, 2, 3, 4, 5, 7, 8, 13)
+SHARD_COUNTS = (1, 2, 3, 4, 5, 7, 8, 13)
 
 
 def numbers(shards, numel):
@@ -66,13 +66,13 @@ def expected(cases):
 
 
 def assert_equal(results, cases):
-    for ranks in results:
-        for mine, right, case in zip(ranks, expected(cases), cases, strict=True):
+    for of_rank in results:
+        for mine, right, case in zip(of_rank, expected(cases), cases, strict=True):
             assert mine.tobytes() == right.tobytes(), case
 
 
 @pytest.mark.parametrize("gathered_bytes", [0, 1 << 20], ids=["all-to-all", "all-gather"])
-@pytest.mark.parametrize("shards", COUNTS)
+@pytest.mark.parametrize("shards", SHARD_COUNTS)
 def test_sums_equal_the_reference_tree_sum_bitwise_on_any_number_of_ranks(shards, gathered_bytes, monkeypatch):
     monkeypatch.setattr(tree_sum, "GATHERED_BYTES", gathered_bytes)
     cases = [(shards, numel) for numel in (1, 2, 7, 1000)]
@@ -80,7 +80,7 @@ def test_sums_equal_the_reference_tree_sum_bitwise_on_any_number_of_ranks(shards
         assert_equal(run_threads(size, sums, cases), cases)
 
 
-CASES = [(shards, numel) for shards in COUNTS for numel in (5, 9001)]
+CASES = [(shards, numel) for shards in SHARD_COUNTS for numel in (5, 9001)]
 #: Cases for Horovod: fewer shards than ranks, equally many shards on all ranks, and one more shard on some ranks.
 ON_HOROVOD = [(shards, numel) for shards, numel in CASES if shards in (1, 3, 4, 13)]
 
@@ -109,7 +109,7 @@ def test_a_sum_in_rank_order_has_different_bits():
         assert_equal(run_threads(4, rank_order, cases), cases)
 
 
-@pytest.mark.parametrize("shards", COUNTS)
+@pytest.mark.parametrize("shards", SHARD_COUNTS)
 def test_shards_are_split_evenly_and_a_rank_sends_few_partial_sums(shards):
     for size in range(1, shards + 3):
         order = SumOrder(shards, size)
@@ -125,7 +125,7 @@ def test_shards_are_split_evenly_and_a_rank_sends_few_partial_sums(shards):
 def sum_while_torch_flushes_subnormals(backend):
     """Add four shards, of which the first two have a subnormal sum, after ``torch.set_flush_denormal(True)``.
 
-    Return the bits of the sum. The first two are added in ``add_shard`` on one rank, and in ``start`` on rank 0 of two.
+    Return the bits of the sum. With one rank, ``add_shard`` adds these two; with two ranks, ``start`` adds them on rank 0.
     """
     order, tiny = sum_order(4, backend.size), torch.finfo(torch.float32).tiny
     rows = [torch.full((4,), 1.5 * tiny), torch.full((4,), -tiny), torch.zeros(4), torch.zeros(4)]

@@ -45,7 +45,7 @@ seen.hidden = tip.hidden;
 seen.tip = point(1);
 seen.fits = tip.getBoundingClientRect().right <= innerWidth && tip.getBoundingClientRect().left >= 0;
 svg.dispatchEvent(new PointerEvent("pointerleave"));
-seen.left = tip.hidden;
+seen.hiddenAgain = tip.hidden;
 button('button[data-run="1"]').click();
 seen.one = [shown(), button('button[data-run="1"]').getAttribute("aria-pressed"), texts(".axes text"), point(1)];
 button('figure button[data-kind="step"]').click();
@@ -90,7 +90,7 @@ def test_the_charts_respond_to_the_pointer_the_arrow_keys_and_the_legend(tmp_pat
     assert min(seen["heights"]) > 100  # Chromium draws nothing in a viewBox whose height is less than about one unit
     everything = [f"{run}{kind}" for run in "01" for kind in ("step", "train", "val")]
     assert seen["all"] == everything
-    assert (seen["hidden"], seen["left"], seen["fits"]) == (True, True, True)
+    assert (seen["hidden"], seen["hiddenAgain"], seen["fits"]) == (True, True, True)
     assert seen["tip"] == [["step 400", ""], ["a-run-of-a-very-long-name-" * 4, "70"]]
     shown, pressed, ticks, tip = seen["one"]
     assert (shown, pressed) == (["0step", "0train", "0val"], "false")

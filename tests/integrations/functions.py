@@ -7,7 +7,7 @@ import signal
 import time
 from typing import Any
 
-SECONDS = 120.0
+SLEEP_SECONDS = 120.0
 
 
 def train(steps: int, lr: float = 0.1) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def dies() -> None:
     """Kill the process of rank 1, while rank 0 sleeps."""
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(SECONDS)
+    time.sleep(SLEEP_SECONDS)
 
 
 def fails_while_rank_0_sleeps(file: str) -> None:
@@ -62,7 +62,7 @@ def fails_while_rank_0_sleeps(file: str) -> None:
         with open(f"{file}.new", "w") as new:
             new.write(str(os.getpid()))
         os.rename(f"{file}.new", file)
-        time.sleep(SECONDS)
+        time.sleep(SLEEP_SECONDS)
     while not os.path.exists(file):
         time.sleep(0.05)
     raise ValueError("no such thing")
