@@ -20,7 +20,7 @@ MARGIN = 256 / 224
 
 
 def load_image_folder(folder: str | None, options: Options) -> Task:
-    """Load the images below ``folder``; worker processes read them.
+    """List the images below ``folder``, and return the task; worker processes read the images.
 
     Raises:
         UserError: no folder is given, folders or images are missing or cannot be listed, train/ and val/ have different

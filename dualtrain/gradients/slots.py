@@ -72,7 +72,7 @@ class Slot:
     ready_version: int = 0
     #: Backward passes that have reached the parameter since the last exchange; counted by the reducers of ``hvd`` only.
     passes: int = 0
-    #: Whether the gradient is copied to the bucket as soon as it is ready, before the bucket is complete.
+    #: Whether the gradient may be copied to the bucket as soon as it is ready, before the bucket is complete.
     copies_early: bool = False
     #: The hooks on the autograd node that accumulates the gradient.
     node_hooks: Mapping[int, Any] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class Slot:
     def unpack(self) -> None:
         """Make ``param.grad`` a tensor that shares the memory of ``view``."""
         alias = self.alias
-        # In torch, a new gradient has no attributes and no graph. The user may have set them on an earlier gradient.
+        # The user may have set attributes or ``requires_grad`` on an earlier gradient. A new gradient must not have them.
         marked = self.param.grad is not alias and (alias.requires_grad or vars(alias))
         # The user may also have assigned to ``alias.data``, for example its lazy conjugate.
         lazy = alias.is_conj() or alias.is_neg()

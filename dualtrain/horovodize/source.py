@@ -509,7 +509,7 @@ class Source:
         """Return whether ``variable`` certainly keeps its value.
 
         Assignments to any variable or attribute with the same last name count as assignments to ``variable``. Variables
-        that are assigned in a loop, parameters of functions and attributes of ``self`` may have several values.
+        that are assigned in a loop, parameters of functions, and attributes of ``self`` or ``cls`` may have several values.
         """
         stores = list(filter(is_stored, self.mentions.get(last_name(variable), ())))
         loops = any(isinstance(above, ast.For | ast.While) for store in stores for above in self.above(store))

@@ -38,7 +38,7 @@ def check_restart(output: OutputSection, settings: Mapping[str, Any], lock: Fold
 
     A start with other settings is allowed. So is a start with a plain ``--resume`` or ``--resume FILE``, since these flags
     are given by a person. This does not apply to ``--resume auto``, which a launcher that restarts jobs repeats.
-    (``run_dir.enter`` sets ``output.resume`` to ``"auto"`` too, in a restart that resumes from the newest checkpoint.)
+    (In a restart, ``run_dir.enter`` may replace another value of ``output.resume`` by ``"auto"``.)
 
     Raises:
         UserError: with the reason why the run ended, and the cure.

@@ -138,7 +138,7 @@ def _try_sample(model: nn.Module, sample: Tensors, classes: int, what: str) -> N
     Error messages begin with ``what``.
     """
     # Use the sample twice: then an output without a batch dimension has the wrong shape, and BatchNorm has several values
-    # per channel.
+    # per channel (in evaluation mode too, it needs them if it has no running statistics).
     inputs, targets = (torch.cat([part, part]) for part in sample)
     try:
         outputs = model(inputs)

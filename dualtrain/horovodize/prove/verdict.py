@@ -316,8 +316,8 @@ def _distances(
 ) -> tuple[float, int, float]:
     """Return (distance between the sides, step after which it was computed, largest distance between ``repeated`` runs).
 
-    Runs are left out if they have fewer steps than both the longest of ``dualtrain_runs`` and the second longest of the
-    ``repeated`` runs. Both distances compare weights after the same step: the last one that all remaining runs have
+    A run is left out if it has fewer steps than the longest of ``dualtrain_runs``, and also fewer than the second longest
+    of the ``repeated`` runs. Both distances compare weights after the same step: the last one that all remaining runs have
     summarized. The distance between the sides is the median over all remaining pairs.
     """
     steps = min(max(run.steps for run in dualtrain_runs), sorted(run.steps for run in repeated)[-2])
