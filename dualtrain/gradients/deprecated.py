@@ -11,7 +11,10 @@ def warn_renamed(old: str, new: str, stacklevel: int = 3) -> None:
 
 
 def renamed_option(old: str, value: int | None, new: str, new_value: int) -> int:
-    """Return ``value`` and warn if ``old`` was given; otherwise return ``new_value``, which was given as ``new``."""
+    """Return ``value`` and warn if the option ``old`` was given; otherwise return ``new_value``.
+
+    ``value`` is the value of ``old``, or ``None``; ``new_value`` is the value of ``new``, given or by default.
+    """
     if value is None:
         return new_value
     warn_renamed(old, new, stacklevel=4)

@@ -152,8 +152,8 @@ class ParameterHooks:
     def lost(self) -> Slot | None:
         """Return the first slot whose parameter has a gradient, and hooks that autograd no longer calls; else ``None``.
 
-        ``torch.utils.swap_tensors`` moves a parameter's hooks, which autograd then calls for the other tensor of the swap.
-        Modules use ``swap_tensors`` in ``to()`` and ``load_state_dict()`` if
+        After ``torch.utils.swap_tensors``, autograd calls a parameter's hooks for the other tensor of the swap. Modules use
+        ``swap_tensors`` in ``to()`` and ``load_state_dict()`` if
         ``torch.__future__.set_swap_module_params_on_conversion(True)`` was called.
         """
         if not self._swapped():
@@ -193,7 +193,7 @@ def _make_hook(reducer: Reducer, number: int, name: str) -> Callable[[torch.Tens
             hooks = living.hooks
             slot = hooks.slots[number]
             if slot.param is not p:
-                return  # swap_tensors has moved this hook to a different tensor; ``lost`` reports the slot's parameter
+                return  # autograd calls the hook for a swapped tensor (see ``lost``, which reports the slot's parameter)
             if hooks.lock is None:
                 living.gradient_ready(slot)
             else:
