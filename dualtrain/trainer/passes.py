@@ -48,8 +48,8 @@ class Passes:
         parts: how many parts a step has, over all ranks.
         sharded: whether the parts are shards of virtual ranks.
         piggyback: whether the scalars are sent with the gradients, in ``optimizer.extra``.
-        count: returns the number of targets of a batch; ``None`` if ``expected`` has the unit of the sum "weight"
-            that ``measure`` returns.
+        count: returns the number of targets of a batch; ``None`` if ``measure`` returns the weight (see
+            ``objective.NAMES``) in the unit of ``expected``.
 
     Attributes:
         targets_per_sample: with ``count``, the mean number of targets per sample in one batch. Without shards, that batch
