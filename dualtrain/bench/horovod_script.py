@@ -12,7 +12,7 @@ from dualtrain.bench.workloads import Task
 
 
 class HorovodScript(Contender):
-    """Training loop with ``DistributedOptimizer`` of ``hvd``, the module ``horovod.torch`` or ``dualtrain.hvd``."""
+    """Training loop with ``hvd.DistributedOptimizer``; ``hvd`` is the module ``horovod.torch`` or ``dualtrain.hvd``."""
 
     def __init__(self, hvd: Any, device: torch.device) -> None:
         hvd.init()

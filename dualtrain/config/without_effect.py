@@ -73,7 +73,7 @@ class RunFacts:
         ranks: the number of ranks.
         cores: how many cores this process may use.
         resumed: whether the run resumes from a checkpoint.
-        norms: whether the model has SyncBatchNorm layers. ``--sync-batchnorm`` converts trained BatchNorm layers.
+        norms: whether the model has SyncBatchNorm layers, to which ``--sync-batchnorm`` converts trained BatchNorm layers.
         workers: whether worker processes can read the data.
         folder: whether the dataset may use the folder of the data; false only if it is a user's function without arguments.
     """
@@ -149,7 +149,7 @@ def _beyond_the_end(settings: Settings, facts: RunFacts) -> dict[str, str]:
     steps, warmup, last = facts.steps, settings["warmup_steps"], f"the run ends after step {facts.steps}"
     drops = steps_in(settings["lr_milestones"])
     epochs = settings["epochs"]
-    begun = -(-steps * epochs // facts.steps_of_epochs)  # epochs that the run begins; --max-steps may end it earlier
+    begun = -(-steps * epochs // facts.steps_of_epochs)  # epochs that the run begins; --max-steps may reduce them
     only = f"the run has {begun} epoch{'s' * (begun != 1)}"
     found = {
         "max_steps": (settings["max_steps"] or 0) > facts.steps_of_epochs and f"{last}, with --epochs {epochs}",

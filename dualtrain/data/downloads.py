@@ -1,4 +1,7 @@
-"""Check of a dataset's files before torchvision downloads them: torchvision would write through any link or device."""
+"""Check of a dataset's files before torchvision downloads them, and the reason why files cannot be read.
+
+The check is needed because torchvision would write through any link or device.
+"""
 
 from __future__ import annotations
 
@@ -29,4 +32,4 @@ def why_unreadable(error: Exception) -> str:
     """Return why the files of a dataset cannot be read, with the name of the file if ``error`` has it."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{Path(error.filename).name}: {error.strerror}"
-    return str(error) or "too large"
+    return str(error) or "too large"  # a MemoryError may have no text

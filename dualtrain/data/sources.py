@@ -94,7 +94,7 @@ class Task:
     classes: int
     kind: Kind = "classes"
     names: tuple[str, ...] | None = None  # names of the classes, if they have any
-    #: Checksums of some samples by name, from the comparison between the ranks.
+    #: Checksums of some samples, from the comparison between the ranks. Each key names a split and the number of a sample.
     checksums: dict[str, str] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def limit_waits(self, seconds: float) -> None:

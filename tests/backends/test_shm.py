@@ -232,7 +232,7 @@ def test_after_an_interruption_within_a_sum_all_later_sums_fail_on_every_rank(co
 
 
 def fails_in_a_sum(backend, second_error, report):
-    """On rank 0, raise an error in a sum, and ``second_error`` when its cause is sought.
+    """On rank 0, raise an error in a sum, and ``second_error`` when the backend looks for its cause.
 
     The errors of later sums end with ``report``.
     """
