@@ -12,6 +12,7 @@ import os
 import select
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -71,12 +72,12 @@ def signal_at_parents_end(number: int, parent: int) -> None:
 
 
 def start_tracker() -> None:
-    """Start the resource tracker, if it does not run yet, with the job's signals blocked."""
+    """Start the resource tracker, if it does not run yet, with the job's signals blocked, and in a session of its own."""
     # The tracker removes what a killed process leaves behind, and warns about it. Disable the warnings by a filter, which
     # the tracker inherits.
     filters, sys.warnoptions = sys.warnoptions, [*sys.warnoptions, "ignore:resource_tracker:UserWarning"]
     try:
-        with _blocked():
+        with _blocked(), _own_session():
             resource_tracker.ensure_running()
     finally:
         sys.warnoptions = filters
@@ -85,12 +86,13 @@ def start_tracker() -> None:
 def start_forkserver(preload: Sequence[str]) -> None:
     """Start the server that worker processes are forked from, if it does not run yet.
 
-    The server imports ``preload``. It blocks the job's signals; its workers block them until :func:`begin_worker`.
+    The server imports ``preload``. It blocks the job's signals; its workers block them until :func:`begin_worker`. The
+    server and its workers are in a session of their own.
     """
     # Without this call, forkserver.ensure_running() would start the tracker, and then unblock the signals blocked here.
     start_tracker()
     _note_own_folder()
-    with _blocked():
+    with _blocked(), _own_session():
         forkserver.set_forkserver_preload(list(preload))
         forkserver.ensure_running()
     _starters.add(os.getpid())
@@ -207,6 +209,29 @@ def _run_finalizers() -> None:
 
 def _ignore(number: int, frame: FrameType | None) -> None:
     """Ignore a signal. Programs that the worker starts do not inherit this handler; they would inherit SIG_IGN."""
+
+
+@contextmanager
+def _own_session() -> Iterator[None]:
+    """Start multiprocessing's processes in a session, and so a process group, of their own.
+
+    mpirun and horovodrun send SIGKILL to the process groups of ranks that do not end in time. The resource tracker and the
+    workers must survive it: they remove what the killed rank leaves behind, and then exit.
+    """
+    # Private in Python 3.10 to 3.13: multiprocessing has no option for the session of a process.
+    earlier = util.spawnv_passfds
+    util.spawnv_passfds = _spawn_in_own_session
+    try:
+        yield
+    finally:
+        util.spawnv_passfds = earlier
+
+
+def _spawn_in_own_session(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
+    """Start a program in a new session, as ``util.spawnv_passfds`` does otherwise; return its process id."""
+    process = subprocess.Popen(args, executable=path, pass_fds=passfds, start_new_session=True)
+    process.returncode = 0  # multiprocessing waits for the process, and not this object
+    return process.pid
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,34 +58,39 @@ if __name__ == "__main__":
     another = context.Process(target=work, args=(theirs,), daemon=True)
     another.start()
     helpers.append(ours.recv())
-    print(util.get_temp_dir(), *helpers, flush=True)
+    print(util.get_temp_dir(), kept._semlock.name, *helpers, flush=True)
     sys.stdin.readline()
     leave(3)
 """
 
 
 @contextmanager
-def started(tmp_path: Path, **variables: str) -> Iterator[tuple[subprocess.Popen[str], Path, list[int]]]:
+def started(tmp_path: Path, **variables: str) -> Iterator[tuple[subprocess.Popen[str], list[Path], list[int]]]:
+    """Start ``PROGRAM`` as the leader of a process group; kill it at the end of the context.
+
+    Yields:
+        The process, the paths of its temporary folder and of its semaphore, and the ids of its helpers.
+    """
     script = tmp_path / "program.py"
     script.write_text(PROGRAM)
     env = {**os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT), **variables}
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        [sys.executable, str(script)], stdin=pipe, stdout=pipe, stderr=pipe, env=env, text=True
+        [sys.executable, str(script)], stdin=pipe, stdout=pipe, stderr=pipe, env=env, text=True, start_new_session=True
     ) as process:
         try:
             assert process.stdout is not None
-            folder, *helpers = process.stdout.readline().split()
-            yield process, Path(folder), [int(pid) for pid in helpers]
+            folder, semaphore, *helpers = process.stdout.readline().split()
+            yield process, [Path(folder), Path(f"/dev/shm/sem.{semaphore[1:]}")], [int(pid) for pid in helpers]
         finally:
             process.kill()
 
 
-def gone(helpers: list[int], folder: Path | None = None) -> bool:
-    """Wait up to 60 s until no helper runs and ``folder`` does not exist; return whether this has happened."""
+def gone(helpers: list[int], paths: Sequence[Path] = ()) -> bool:
+    """Wait up to 60 s until no helper runs and none of ``paths`` exists; return whether this has happened."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if not (folder is not None and folder.exists()) and not any(Path("/proc", str(pid)).exists() for pid in helpers):
+        if not any(path.exists() for path in paths) and not any(Path("/proc", str(pid)).exists() for pid in helpers):
             return True
         time.sleep(0.02)
     return False
@@ -93,15 +98,16 @@ def gone(helpers: list[int], folder: Path | None = None) -> bool:
 
 @pytest.mark.parametrize(("killed", "variables"), [(False, {}), (True, {}), (True, {"USES_MULTIPROCESSING": "1"})])
 def test_helpers_survive_signals_and_exit_with_a_job_that_fails_or_is_killed(tmp_path, killed, variables):
-    with started(tmp_path, **variables) as (process, folder, helpers):
+    with started(tmp_path, **variables) as (process, paths, helpers):
         assert len(helpers) == 4
-        assert folder.parent == tmp_path
+        assert paths[0].parent == tmp_path
+        assert paths[1].exists()
         if killed:
-            process.send_signal(signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)  # as mpirun and horovodrun do
         output, errors = process.communicate("" if killed else "\n", timeout=60)
         assert (output, errors) == ("", "")  # not even a warning about a leaked semaphore
         assert process.returncode == (-signal.SIGKILL if killed else 3)
-        assert gone(helpers, folder)
+        assert gone(helpers, paths)
 
 
 # Program that begins as a worker that has inherited an ignored SIGHUP, as under nohup. It starts a program, which prints
@@ -179,8 +185,8 @@ def test_a_worker_whose_start_was_interrupted_prints_no_traceback(tmp_path):
 def test_a_temporary_folder_of_the_parent_program_is_not_removed(tmp_path):
     parent_folder = tmp_path / "parent"
     parent_folder.mkdir()
-    with started(tmp_path, PARENT_FOLDER=str(parent_folder)) as (process, folder, helpers):
-        assert folder == parent_folder
+    with started(tmp_path, PARENT_FOLDER=str(parent_folder)) as (process, paths, helpers):
+        assert paths[0] == parent_folder
         process.send_signal(signal.SIGKILL)
         process.communicate(timeout=60)
         assert gone(helpers)
