@@ -101,11 +101,14 @@ def _improved(source: Source, found: list[Finding], finding: Finding) -> tuple[S
 
 
 def _move_lines(text: str, origins: list[int], edits: Sequence[Edit]) -> None:
-    """Update ``origins``, the original line number of each line, for the lines that ``edits`` insert."""
+    """Update ``origins``, the original line number of each line, for the lines that ``edits`` insert or remove."""
     for edit in sorted(edits, key=lambda edit: edit.start, reverse=True):
-        index = line_count(text[: edit.start])
-        more = line_count(edit.new) - line_count(text[edit.start : edit.end])
-        origins[index:index] = [origins[min(index, len(origins) - 1)]] * more
+        before, removed = text[: edit.start], text[edit.start : edit.end]
+        index, old, new = line_count(before), line_count(removed), line_count(edit.new)
+        origins[index:index] = [origins[min(index, len(origins) - 1)]] * (new - old)
+        whole_lines = before[-1:] in "\r\n" and removed[-1:] in "\r\n"  # '' is in every string
+        first = index if whole_lines else index + 1
+        del origins[first + new : first + old]
 
 
 def _encoded(file: ScriptFile, result: Repaired) -> bytes:

@@ -542,6 +542,15 @@ def test_diff_prints_a_patch_and_writes_nothing(tmp_path, form, capfdbinary, mon
     assert script.read_bytes() == patched
 
 
+def test_lines_that_a_repair_removes_count_in_the_original_line_numbers(tmp_path, capsys):
+    script = tmp_path / "script.py"
+    script.write_text(f"{START}torch.cuda.set_device(hvd.rank(\n\n))\ntorch.save(x, 'x')\nhvd.nothing()\n")
+    assert main(["--fix", "--diff", str(script)]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.partition("] ")[0] for line in lines[:2]] == [f"{script}:6: [fixable", f"{script}:9: [fixable"]
+    assert lines[2].startswith(f"{script}:10: [unsupported]")
+
+
 def test_repairs_are_listed_with_the_original_line_numbers(tmp_path, capsys):
     script = tmp_path / "script.py"
     script.write_text(
