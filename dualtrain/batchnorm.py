@@ -72,14 +72,15 @@ class SynchronizedNorm(torch.autograd.Function):
         These gradients cannot be differentiated again (RuntimeError), as in torch.nn.SyncBatchNorm: ``_gradients`` uses
         ``mean`` and ``invstd`` as constants, although they depend on the input.
         """
-        input, weight, *_ = ctx.saved_tensors
+        saved = ctx.saved_tensors  # torch.utils.checkpoint refuses to return them twice
         with torch.no_grad():
-            grads = SynchronizedNorm._gradients(ctx, grad)
-        return *(g if g is None else _NotDifferentiable.apply(g, grad, input, weight) for g in grads), None, None, None
+            gradients = SynchronizedNorm._gradients(ctx, grad, saved)
+        input, weight, *_ = saved
+        return *_NotDifferentiable.apply(gradients, grad, input, weight), None, None, None
 
     @staticmethod
-    def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        input, weight, mean, invstd, n = ctx.saved_tensors
+    def _gradients(ctx: Any, grad: torch.Tensor, saved: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None, ...]:
+        input, weight, mean, invstd, n = saved
         dy, dims = _wide(grad), [0, *range(2, input.dim())]
         normal = (_wide(input) - _channels(mean, dy)) * _channels(invstd, dy)
         sum_dy, sum_dy_normal = dy.sum(dims), (dy * normal).sum(dims)
@@ -94,15 +95,15 @@ class SynchronizedNorm(torch.autograd.Function):
 
 
 class _NotDifferentiable(torch.autograd.Function):
-    """Return a gradient whose own gradient raises RuntimeError.
+    """Return gradients whose own gradients raise RuntimeError.
 
-    Unlike with torch's ``once_differentiable``, the gradient's graph is connected to the ``sources``. Otherwise
+    Unlike with torch's ``once_differentiable``, the gradients' graph is connected to the ``sources``. Otherwise
     ``torch.autograd.grad`` would not run the node that raises, and would leave out this path without an error.
     """
 
     @staticmethod
-    def forward(ctx: Any, gradient: torch.Tensor, *sources: torch.Tensor | None) -> torch.Tensor:
-        return gradient
+    def forward(ctx: Any, gradients: tuple[torch.Tensor | None, ...], *sources: torch.Tensor | None) -> Any:
+        return gradients
 
     @staticmethod
     def backward(ctx: Any, *_: torch.Tensor) -> Any:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import dualtrain
 from dualtrain import functional
@@ -206,6 +207,19 @@ def differentiates_norms_twice(backend):
 
 def test_second_derivatives_of_synchronized_norms_are_refused(typical):
     typical(differentiates_norms_twice)
+
+
+def checkpoints_a_norm(backend):
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    synchronize_norms(model, backend)
+    x = (torch.arange(6.0).view(3, 2) ** (backend.rank + 1)).requires_grad_()
+    expected = torch.autograd.grad(model(x).pow(3).sum(), x)
+    y = checkpoint(model, x, use_reentrant=False)
+    torch.testing.assert_close(torch.autograd.grad(y.pow(3).sum(), x), expected)
+
+
+def test_synchronized_norms_work_with_activation_checkpointing(typical):
+    typical(checkpoints_a_norm)
 
 
 def test_a_norm_without_a_backend_says_how_to_convert_a_model():
