@@ -225,6 +225,11 @@ CASES = [
         f"def run():\n    scaler.step(optimizer)\n{WRAP}def other():\n    optimizer.synchronize()",
     ),
     (
+        "same_random_numbers",  # no finding for unpacked options
+        f"{AUGMENTS}torch.manual_seed(4)\n{WRAP}{TRAIN}",
+        f"{AUGMENTS}torch.manual_seed(**options)\n{WRAP}{TRAIN}",
+    ),
+    (
         "same_random_numbers",  # in worker processes torch seeds numpy, so that the script's seed of numpy has no effect
         f"import numpy\n{AUGMENTED}{WRAP}numpy.random.seed(1)\ntorch.utils.data.DataLoader(d, num_workers=0)",
         f"import numpy\n{AUGMENTED}{WRAP}numpy.random.seed(1)\ntorch.utils.data.DataLoader(d, num_workers=4)",

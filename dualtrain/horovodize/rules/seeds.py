@@ -44,6 +44,8 @@ def same_random_numbers(source: Source) -> Iterator[Finding]:
     for call in source.calls:
         if _SEEDS.get(source.name(call.func)) not in drawn or len(given_values(call)) != 1:
             continue
+        if any(word.arg is None for word in call.keywords):
+            continue  # **options
         if runs_on_driver(source, call) or _depends_on_rank(source, guards, given_values(call)[0]):
             continue
         message = (
