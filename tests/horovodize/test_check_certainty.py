@@ -539,6 +539,12 @@ CASES = [
         "print(hvd.broadcast(torch.tensor(start), 0).item())\nhvd.allreduce(torch.zeros(1)).item()",
     ),
     (
+        "discarded_result",  # no finding for a method that is not called here, and for a value in a function that measures
+        "hvd.allreduce(loss).item()",
+        "run(hvd.allreduce(loss).item)\nhvd.broadcast_object(f(), 0).to(1)\n"
+        "def benchmark():\n    hvd.allreduce(loss).item()",
+    ),
+    (
         "discarded_result",  # an asynchronous call cannot be a barrier
         "hvd.allreduce_async(torch.zeros(1))",
         "hvd.allreduce(torch.zeros(1))\nhandle = hvd.allreduce_async(torch.zeros(1))\nhvd.synchronize(handle)",

@@ -57,17 +57,18 @@ def _expects_error(source: Source, call: ast.Call) -> bool:
 def _is_unused(source: Source, call: ast.Call) -> bool:
     """Return whether the result is in a discarded list or value, or in a local variable that nothing reads.
 
-    Variables that are unused on purpose do not count, nor do variables of functions that measure or test.
+    Variables that are unused on purpose do not count, nor do variables and values in functions that measure or test.
     """
     parent = source.parents[call]
-    if isinstance(parent, ast.Attribute) and parent.attr in ("item", "tolist", *_METHODS):  # hvd.allreduce(x).item()
-        outer = source.parents[parent]
-        return isinstance(outer, ast.Call) and isinstance(source.parents[outer], ast.Expr)
     if isinstance(parent, ast.ListComp):
         return parent.elt is call and isinstance(source.parents[parent], ast.Expr)
-    if not isinstance(parent, ast.Assign) or not isinstance(source.scope(call), Function):
-        return False
     if re.search(r"bench|perf|test|time|warm", getattr(source.scope(call), "name", ""), re.IGNORECASE):
+        return False
+    if isinstance(parent, ast.Attribute) and parent.attr in ("item", "tolist", *_METHODS):  # hvd.allreduce(x).item()
+        outer, is_tensor = source.parents[parent], source.hvd(call.func) not in OBJECTS
+        is_called = isinstance(outer, ast.Call) and outer.func is parent
+        return is_tensor and is_called and isinstance(source.parents[outer], ast.Expr)
+    if not isinstance(parent, ast.Assign) or not isinstance(source.scope(call), Function):
         return False
     names = {target.id for target in parent.targets if isinstance(target, ast.Name)}
     if any(_UNUSED.match(name) for name in names):
