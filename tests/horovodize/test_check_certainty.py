@@ -863,6 +863,7 @@ SAME_CALLS = [
         "",
     ),
     ("shard_by_local_rank", "", "d.shard(hvd.size(), hvd.local_rank())", "d.shard(hvd.size(), index=hvd.local_rank())", ""),
+    ("shard_by_local_rank", "r, n = hvd.local_rank(), hvd.size()\n", "d.shard(n, r)", "d.shard(rank=r, size=n)", ""),
     ("shuffled_shards", "import random\n", "random.shuffle(d)", "random.shuffle(x=d)", "d = d[hvd.rank()::hvd.size()]"),
     (
         "predivided_groups",

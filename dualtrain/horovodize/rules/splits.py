@@ -137,7 +137,8 @@ def _shard(source: Source, node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
         return None  # such as init_process_group: its rank and world_size do not select samples
     if isinstance(node.func, ast.Attribute) and node.func.attr == "shard" and len(given_values(node)) == 2:
         shards, shard = first_argument(node, "num_shards"), argument_at(node, 1, "index")
-        return (shard, shards) if shard is not None and shards is not None else None
+        if shard is not None and shards is not None:
+            return shard, shards
     if isinstance(node.func, ast.Name) and node.func.id == "range" and len(node.args) == 3:
         return node.args[0], node.args[2]
     index = next((word.value for word in node.keywords if word.arg in _SHARD_INDEX), None)
