@@ -102,13 +102,27 @@ class Guards:
         stores = list(filter(is_stored, self.source.mentions.get(last_name(test.left), ())))
         if len(values) != 1 or not isinstance(values[0], ast.IfExp) or len(stores) > 1:
             return None
-        if last_name(test.left) in self.source.parameters(test):
+        if not self._is_assigned_variable(test.left, self.source.statement(values[0])):
             return None
         nones = [ast.unparse(arm) == "None" for arm in (values[0].body, values[0].orelse)]
         inner = self.signature(values[0].test, depth + 1)
         if inner is None or nones[0] is nones[1]:
             return None
         return inner[0] is (nones[0] is is_none), inner[1]
+
+    def _is_assigned_variable(self, variable: ast.expr, assignment: ast.stmt) -> bool:
+        """Return whether ``variable`` is certainly the one of ``assignment``, and not another one of the same name.
+
+        An attribute of ``self`` must be of the same class.
+        """
+        text = ast.unparse(variable)
+        if text.startswith("self."):
+            one, other = (next(self.source.around(node, ast.ClassDef), None) for node in (variable, assignment))
+            return one is other
+        # Parameters, and names bound by ``import``, ``except``, ``case`` and ``def``.
+        binding = (node for node in self.source.nodes if not isinstance(node, ast.keyword))
+        bound = {getattr(node, each, None) for node in binding for each in ("arg", "asname", "name", "rest")}
+        return text not in bound and self.source.scope(assignment) in self.source.above(variable)
 
     def _signature_of_operands(self, test: ast.BoolOp, depth: int) -> tuple[bool, str] | None:
         if isinstance(test.op, ast.Or):  # not args.horovod or rank == 0

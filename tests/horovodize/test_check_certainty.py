@@ -523,6 +523,24 @@ CASES = [
         "x = open() if hvd.rank() == 0 else None\ndef run(y):\n    if x is not None:\n        hvd.allreduce_(y)",
         "x = open() if hvd.rank() == 0 else None\ndef run(x):\n    if x is not None:\n        hvd.allreduce_(x)",
     ),
+    *(
+        (
+            "collective_on_some_ranks",
+            "x = open() if hvd.rank() == 0 else None\nif x is not None:\n    hvd.barrier()",
+            f"{before}x = open() if hvd.rank() == 0 else None\n{other}",
+        )
+        for before, other in (
+            ("", "f = lambda x: hvd.allreduce_(x) if x is not None else x"),
+            ("", "def f(x):\n    def g():\n        if x is not None:\n            hvd.allreduce_(x)"),
+            ("", "def f(**x):\n    if x is not None:\n        hvd.barrier()"),
+            ("", "try:\n    pass\nexcept OSError as x:\n    if x is not None:\n        hvd.barrier()"),
+            ("def f():\n    ", "from lib import *\nif x is not None:\n    hvd.barrier()"),
+            (
+                "class A:\n    def f(self):\n        self.",
+                "class B(Fields):\n    def f(self):\n        if self.x is not None:\n            hvd.barrier()",
+            ),
+        )
+    ),
     (
         "collective_on_some_ranks",
         "def start():\n    x = open() if hvd.rank() == 0 else None\n    if x is not None:\n        hvd.barrier()",
