@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from dualtrain.horovodize.horovod_use import HorovodUse
-from dualtrain.horovodize.nodes import is_stored, last_name, names_in
+from dualtrain.horovodize.nodes import argument_at, is_stored, last_name, names_in
 from dualtrain.horovodize.rank_kinds import RankKinds
 from dualtrain.horovodize.source import Function, Source
 
@@ -167,9 +167,32 @@ class Guards:
             return False
         if ast.unparse(attribute.value) in ("self", "cls") or self.source.is_instance(attribute.value, cls):
             return True
-        # A parameter is most likely an object of the program's only class that defines this name.
         only = sum(attribute.attr in file.functions for file in self.source.files) == 1
-        return only and ast.unparse(attribute.value) in self.source.parameters(attribute)
+        return only and self._gets_object(attribute.value, cls)
+
+    def _gets_object(self, parameter: ast.expr, cls: ast.AST) -> bool:
+        """Return whether ``parameter`` belongs to a function that gets objects of the script's class ``cls`` for it.
+
+        That is so if its annotation says so, or if all calls of functions of this name pass such an object, or ``self``
+        from a method of ``cls``.
+        """
+        function, name = self.source.scope(parameter), last_name(parameter)
+        if not isinstance(function, Function) or name not in self.source.parameters(parameter):
+            return False
+        annotation = next(
+            each for each in ast.walk(function.args) if isinstance(each, ast.arg) and each.arg == name
+        ).annotation
+        if annotation is not None:
+            return getattr(cls, "name", "") in re.findall(r"\w+", ast.unparse(annotation))
+        names = self.source.positional(function)
+        position = names.index(name) if name in names else len(names)
+        calls = [call for call in self.source.calls if last_name(call.func) == function.name]
+        given = [argument_at(call, position, name) for call in calls]
+        return bool(given) and all(value is not None and self._is_object(value, cls) for value in given)
+
+    def _is_object(self, value: ast.expr, cls: ast.AST) -> bool:
+        own = ast.unparse(value) == "self" and next(self.source.around(value, ast.ClassDef), None) is cls
+        return own or self.source.is_instance(value, cls)
 
     def is_on_some_ranks(self, node: ast.AST) -> bool:
         """Return whether ``node`` runs on one rank only, or on all except one, because of a condition in its function."""

@@ -548,8 +548,16 @@ CASES = [
     ),
     (
         "collective_on_some_ranks",  # a property of a parameter; no finding if two classes define it
-        f"{FIRST}def save(t):\n    if t.first:\n        hvd.barrier()",
-        f"{FIRST}class U:\n    first = True\ndef save(t):\n    if t.first:\n        hvd.barrier()",
+        f"{FIRST}def save(t: T):\n    if t.first:\n        hvd.barrier()",
+        f"{FIRST}class U:\n    first = True\ndef save(t: T):\n    if t.first:\n        hvd.barrier()",
+    ),
+    *(
+        (
+            "collective_on_some_ranks",  # no finding if the parameter may be an object of another class
+            f"{FIRST}    def run(self):\n        hook.save(self)\ndef save(t):\n    if t.first:\n        hvd.barrier()",
+            f"{FIRST}def save({t}):\n    if t.first:\n        hvd.barrier()\n{calls}",
+        )
+        for t, calls in (("t", "save(parse())"), ("t", "save(T())\nsave(options)"), ("t", ""), ("t: Options", "save(T())"))
     ),
     (
         "discarded_result",  # a value of the result that nothing uses
