@@ -596,6 +596,18 @@ CASES = [
         f"{TRAIN_SAMPLER}loader = {DATA}(d, sampler=s)\n{FITS}f = Fit()\nf.run(loader)",
         f"{TRAIN_SAMPLER}loader = {DATA}(d, sampler=s)\n{FITS}f = Fit()\ns.set_epoch(f.epoch)\nf.run(loader)",
     ),
+    *(
+        (
+            "same_order_every_epoch",  # no finding if the method may pass the loader to other code
+            f"{TRAIN_SAMPLER}loader = {DATA}(d, sampler=s)\n{FITS}Fit().run(loader)",
+            f"{TRAIN_SAMPLER}loader = {DATA}(d, sampler=s)\n{fits}Fit().run(loader)",
+        )
+        for fits in (
+            f"{FITS}            hook(given)\n",
+            FITS.replace("Fit:", "Fit(Trainer):"),
+            FITS.replace("for x in given:", "self.loader = given\n            for x in given:") + "Other().go(f.loader)\n",
+        )
+    ),
     (
         "accumulation_without_passes",  # no finding if a detached result is the only use of the model
         f"{CRITICS}{WRAPPED_FIRST}first(second(x)).backward()\nfirst(x).backward()\no.step()",

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from dualtrain.horovodize.nodes import arms, is_stored, last_name, sampler_of
-from dualtrain.horovodize.order import calls_of
+from dualtrain.horovodize.order import argument, calls_of
 from dualtrain.horovodize.source import Function, Source
 
 #: Attributes of a sampler or loader whose use reads no samples.
@@ -80,7 +80,7 @@ def _leaves_program(source: Source, name: str, depth: int) -> bool:
             if _is_loader(parent):
                 if leaves_program(file, parent) if _name_of(file, parent) else _is_returned_to_outside(file, parent):
                     return True
-            elif not _is_known(file, parent):
+            elif not _is_known(file, parent) and _leaves_method(file, parent, node, depth):
                 return True
         elif _is_returned_to_outside(file, node):
             return True
@@ -271,13 +271,29 @@ def _is_known(source: Source, call: ast.Call) -> bool:
     if name in _HARMLESS | _ITERATES or source.name(call.func).startswith(("torch.", "tqdm.")):
         return True
     if isinstance(call.func, ast.Attribute) and last_name(call.func.value) not in ("self", "cls", "super"):
-        owner = call.func.value  # the class of other objects is unknown
-        return any(source.is_instance(owner, one) and _defines(one, name) for file in source.files for one in file.classes)
+        return False  # a method of an object whose class may be unknown
     return any(name in file.functions or any(node.name == name for node in file.classes) for file in source.files)
 
 
-def _defines(cls: ast.ClassDef, method: str) -> bool:
-    return any(isinstance(part, Function) and part.name == method for part in cls.body)
+def _leaves_method(source: Source, call: ast.Call, node: ast.AST, depth: int) -> bool:
+    """Return whether code outside the program may get the argument ``node`` of ``call``, perhaps through a method.
+
+    Return False only if ``call`` calls a method of an object of the script's classes that keeps ``node`` in the program.
+    """
+    owner, name = getattr(call.func, "value", call.func), last_name(call.func)
+    methods = [
+        (file, part)
+        for file in source.files
+        for one in file.classes
+        if source.is_instance(owner, one)
+        for part in one.body
+        if isinstance(part, Function) and part.name == name
+    ]
+    if len(methods) != 1 or depth > 2 or _has_unknown_base(*methods[0]):
+        return True
+    file, method = methods[0]
+    found = [each for each in file.positional(method) if argument(file, method, call, each) is node]
+    return not found or _leaves_program(file, found[0], depth + 1)
 
 
 def _is_called(source: Source, statement: ast.AST) -> bool:
