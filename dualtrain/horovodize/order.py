@@ -52,23 +52,24 @@ def nodes_after(source: Source, first: ast.AST) -> Iterator[ast.AST]:
             yield from _inside_called(source, node, seen)
 
 
-def nodes_after_or_repeated(source: Source, first: ast.AST, depth: int = 0) -> Iterator[ast.AST]:
+def nodes_after_or_repeated(source: Source, first: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes that may run after ``first``, including those that run after it in the next iteration of a loop.
 
-    The loop may be around ``first``, or around a call of the function that contains it.
+    The loop may be around ``first``, or around a call that leads to ``first`` through one or more functions.
     """
     yield from nodes_after(source, first)
-    scope = source.scope(first)
-    loops = [above for above in source.above(first) if isinstance(above, _LOOPS) and source.scope(above) is scope]
-    for loop in loops[-1:]:
-        seen: set[Scope] = set()
-        for node in _own_nodes(loop):
-            yield node
-            if isinstance(node, ast.Call):
-                yield from _inside_called(source, node, seen)
-    if depth < 3:
-        for call in calls_of(source, scope):
-            yield from nodes_after_or_repeated(source, call, depth + 1)
+    leading, scopes, seen = [first], set[Scope](), set[Scope]()
+    for each in leading:  # this list grows by the calls of the function around ``each``
+        scope = source.scope(each)
+        loops = [above for above in source.above(each) if isinstance(above, _LOOPS) and source.scope(above) is scope]
+        for loop in loops[-1:]:
+            for node in _own_nodes(loop):
+                yield node
+                if isinstance(node, ast.Call):
+                    yield from _inside_called(source, node, seen)
+        if scope not in scopes:
+            scopes.add(scope)
+            leading += calls_of(source, scope)
 
 
 def nodes_certainly_after(source: Source, first: ast.AST, depth: int = 0) -> Iterator[ast.AST]:

@@ -628,6 +628,38 @@ CASES = [
             ),
         )
     ),
+    *(
+        (
+            "schedule_on_some_ranks",  # no finding if code that is not in the script may call the broadcast repeatedly
+            f"{STEPPED}def send():\n    hvd.broadcast_object(lr, 0)\nsend()\nfor epoch in range(9):\n{EPOCH_STEP}",
+            f"{STEPPED}def send():\n    hvd.broadcast_object(lr, 0)\n{later}for epoch in range(9):\n{EPOCH_STEP}",
+        )
+        for later in (
+            "send()\nengine.add_handler('epoch', send)\n",
+            "class Hook(Base):\n    def on_epoch_end(self):\n        send()\n",
+            "send()\nhook = lambda: send()\n",
+        )
+    ),
+    (
+        "schedule_on_some_ranks",  # no finding if a method of the trainer sends the rate at the start of each epoch
+        f"class T:\n    def fit(self):\n        self.{STEPPED}        hvd.broadcast(lr, 0)\n        for e in range(9):\n"
+        "            if hvd.rank() == 0:\n                self.s.step()",
+        f"class T:\n    def __init__(self):\n        self.{STEPPED}    def epoch(self):\n        hvd.broadcast(lr, 0)\n"
+        "        if hvd.rank() == 0:\n            self.s.step()",
+    ),
+    (
+        "schedule_on_some_ranks",  # no finding if it is unknown when the second broadcast of optimizer state runs
+        f"{STEPPED}hvd.broadcast_optimizer_state(o, 0)\ndef epoch():\n{EPOCH_STEP}",
+        f"{STEPPED}hvd.broadcast_optimizer_state(o, 0)\ndef epoch():\n{EPOCH_STEP}"
+        "def send():\n    hvd.broadcast_optimizer_state(o, 0)",
+    ),
+    (
+        "schedule_on_some_ranks",  # no finding for a broadcast in a loop that calls the step through several functions
+        f"{STEPPED}def a():\n{EPOCH_STEP}def b():\n    a()\ndef c():\n    b()\ndef d():\n    c()\ndef e():\n    d()\n"
+        "hvd.broadcast(lr, 0)\nfor x in range(9):\n    e()",
+        f"{STEPPED}def a():\n{EPOCH_STEP}def b():\n    a()\ndef c():\n    b()\ndef d():\n    c()\ndef e():\n    d()\n"
+        "for x in range(9):\n    hvd.broadcast(lr, 0)\n    e()",
+    ),
     (
         "schedule_on_some_ranks",  # no finding if it is unknown when the function that broadcasts the rate is called
         f"def run():\n    {STEPPED}    hvd.broadcast_object(lr, 0)\n    epoch()\ndef epoch():\n{EPOCH_STEP}",

@@ -44,9 +44,9 @@ def schedule_by_own_loss(source: Source) -> Iterator[Finding]:
         return
     for call in steps:
         alone = not any(ast.unparse(other.func) == ast.unparse(call.func) for other in steps if other is not call)
-        if sends_rate(source, call):
+        if not alone or not _is_unconditional(source, call) or sends_rate(source, call):
             continue
-        if alone and _is_unconditional(source, call) and _is_own(Collectives(source), given_values(call)[0], call):
+        if _is_own(Collectives(source), given_values(call)[0], call):
             message = (
                 "the schedule gets the loss of this rank only, so that learning rates, and then weights, differ between "
                 "ranks; average the loss over all ranks first, for example by hvd.allreduce(torch.tensor(loss))"

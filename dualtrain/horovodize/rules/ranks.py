@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import NamedTuple
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
 from dualtrain.horovodize.nodes import is_unconditional, keyword, last_name, variables_in
 from dualtrain.horovodize.order import called as called_function
-from dualtrain.horovodize.order import calls_of, nodes_after, nodes_after_or_repeated
-from dualtrain.horovodize.source import Finding, Function, Source
+from dualtrain.horovodize.order import calls_of, nodes_after_or_repeated
+from dualtrain.horovodize.source import Finding, Function, Scope, Source
 
 #: Methods of an elastic state that broadcast.
 _OF_STATE = ("check_host_updates", "commit", "sync")
@@ -118,25 +118,44 @@ def _values_of(source: Source, function: Function, returned: ast.expr | None) ->
 def sends_rate(source: Source, step: ast.Call) -> bool:
     """Return whether the program may send rank 0's learning rate to the other ranks after ``step``, a schedule's step.
 
-    True if a broadcast of the optimizer's state, or one that mentions a rate or a schedule, may run after ``step``. If
-    nothing in the script calls the function that contains the broadcast, only a rate or a schedule counts: the state of an
-    optimizer is usually broadcast before the first step.
+    True if a broadcast of the optimizer's state, or one that mentions a rate or a schedule, may run after ``step``. If it
+    is unknown when the broadcast runs (:func:`_may_repeat`), only a rate or a schedule counts, or one of several broadcasts
+    of optimizer state: a single one is usually before the first step. In other files, only a rate or a schedule counts.
     """
     later = set(nodes_after_or_repeated(source, step))
+    schedule = ast.unparse(step.func.value) if isinstance(step.func, ast.Attribute) else ""
+    makers = {source.scope(at) for target, _, at in source.assignments if target == schedule}
     for file in source.files:
-        for call in (call for call in file.calls if file.called(call).startswith("broadcast")):
+        sends = [call for call in file.calls if file.called(call).startswith("broadcast")]
+        states = [call for call in sends if file.called(call) == "broadcast_optimizer_state"]
+        for call in sends:
             named = re.search(RATE, ast.unparse(call)) is not None
-            if call in later and (named or file.called(call) == "broadcast_optimizer_state"):
-                return True
-            if named and (file is not source or (_has_unknown_callers(file, call) and step not in nodes_after(file, call))):
+            if file is not source:
+                found = named
+            else:
+                found = call in later and (named or call in states)
+                found = found or ((named or len(states) > 1) and _may_repeat(source, call, makers))
+            if found:
                 return True
     return False
 
 
-def _has_unknown_callers(source: Source, node: ast.AST) -> bool:
-    """Return whether ``node`` is in a function that nothing in the script calls."""
+def _may_repeat(source: Source, node: ast.AST, makers: Collection[Scope], depth: int = 0) -> bool:
+    """Return whether code that is not examined may run ``node`` repeatedly, because it may call a function around ``node``.
+
+    The functions ``makers``, which make the schedule, probably run only once.
+    """
     scope = source.scope(node)
-    return scope is not source.tree and not any(True for _ in calls_of(source, scope))
+    if any(isinstance(above, ast.Lambda) for above in source.above(node)) or depth > 3:
+        return True
+    if not isinstance(scope, Function) or scope in makers:
+        return False
+    calls = list(calls_of(source, scope))
+    kind = ast.Attribute if isinstance(source.parents[scope], ast.ClassDef) else ast.Name
+    uses = [use for use in source.mentions.get(scope.name, ()) if isinstance(use, kind) and scope.name != "__init__"]
+    if not calls or any(use not in [call.func for call in calls] for use in uses):
+        return True  # ``sync``, for example, in ``engine.add_handler("epoch", sync)``
+    return any(_may_repeat(source, call, makers, depth + 1) for call in calls)
 
 
 def only_waits(source: Source, call: ast.Call) -> bool:
