@@ -17,7 +17,7 @@ _ONE_RANK = re.compile(
     r"(?<!root_)rank|rank(?!=)|master|main_?proc|is_?main|chief|primary|leader|is_?root|verbose|coordinator", re.IGNORECASE
 )
 _EXITS = ("sys.exit", "os._exit", "exit", "quit")
-_LOOPS = ast.While | ast.For | ast.AsyncFor
+_LOOPS = ast.While | ast.For
 #: Nodes whose parts may be skipped or repeated, besides ``if`` statements.
 _CONDITIONAL = ast.ExceptHandler | ast.Try | ast.TryStar | ast.match_case | ast.IfExp | ast.BoolOp | _LOOPS
 

@@ -19,7 +19,7 @@ _DRIVERS = re.compile(r"(pyspark|sparkdl|ray|dask)(\.|$)")
 ENTRY_POINTS = ("main", "train", "run", "train_fn", "main_worker", "train_func", "train_hvd", "train_loop_per_worker")
 
 
-_LOOPS = ast.For | ast.AsyncFor | ast.While
+_LOOPS = ast.For | ast.While
 
 
 def starts_ranks(source: Source) -> bool:

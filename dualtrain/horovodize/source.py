@@ -105,7 +105,7 @@ class Source:
         except (tokenize.TokenError, SyntaxError):  # unusual line ends, for example, which only the parser accepts
             return self.text
         tokens = [token for token in tokens if token.type not in (tokenize.COMMENT, tokenize.NL)]
-        starts = (tokenize.ENCODING, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
+        starts = (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT)
         before = [tokenize.NEWLINE, *(token.type for token in tokens)]
         after = [*(token.type for token in tokens[1:]), tokenize.NEWLINE]
         return "".join(
