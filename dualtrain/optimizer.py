@@ -233,7 +233,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         With several ranks, refuse the step if an interrupt has stopped an earlier step that changed parameters.
         """
-        if self._interrupted and not self._alone:
+        # ``_changing`` is still true if an interrupt has stopped this method before it recorded how an earlier step ended.
+        if (self._interrupted or self._changing) and not self._alone:
             raise BackendError(
                 "an earlier step of the optimizer was interrupted on this rank, whose parameters may differ: restart the "
                 "ranks, or load the same model and optimizer state on all ranks"
@@ -241,12 +242,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
         try:
             yield
         except Exception:
+            self._changing = False
             raise
         except BaseException:
             self._interrupted = self._changing
-            raise
-        finally:
             self._changing = False
+            raise
+        self._changing = False
 
     @property
     def may_step(self) -> bool:
@@ -351,7 +353,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **options: Any) -> None:
         """Load the wrapped optimizer's state. Steps are allowed again after an interrupted :meth:`step`."""
         self._wrapped.load_state_dict(state_dict, *args, **options)
-        self._interrupted = False
+        self._interrupted = self._changing = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Only the wrapped optimizer can be pickled: the backend and the hooks belong to this process.

@@ -235,6 +235,40 @@ def test_after_an_interrupted_step_several_ranks_refuse_a_step_until_load_state_
     run_threads(size, wrapped_step_is_interrupted)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_that_was_interrupted_at_its_end_is_refused_too(fails):
+    """With ``fails``, the wrapped step is interrupted first."""
+    ended, set_attribute = [], DistributedOptimizer.__setattr__
+
+    def interrupt(self, name, value):
+        if self in ended:
+            ended.remove(self)
+            raise KeyboardInterrupt
+        set_attribute(self, name, value)
+
+    def body(backend):
+        params, optimizer = _optimizer(backend)
+        original, state = optimizer.optimizer.step, optimizer.state_dict()
+
+        def wrapped_step():
+            original()
+            ended.append(optimizer)
+            if fails:
+                raise KeyboardInterrupt
+
+        sum(p.sum() for p in params).backward()
+        with mock.patch.object(optimizer.optimizer, "step", wrapped_step), pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        with pytest.raises(BackendError, match="step of the optimizer was interrupted on this rank"):
+            optimizer.step()
+        optimizer.load_state_dict(state)
+        optimizer.step()
+        assert params[0].unique().tolist() == [0.0]
+
+    with mock.patch.object(DistributedOptimizer, "__setattr__", interrupt):
+        run_threads(2, body)
+
+
 def end_of_backward_is_interrupted(backend):
     params, optimizer = _optimizer(backend)
     for number in range(2):
