@@ -249,7 +249,7 @@ def _leave_on_signal(reported: threading.Event, number: int, frame: FrameType | 
     this rank as failed.
     """
     if not isinstance(sys.exc_info()[1], StoppedError):  # after a StoppedError, the run is saved, and is about to end
-        remove_own_folder()  # data workers do this, too, but this rank may have none at the moment
+        remove_own_folder()  # a container may end with this process, before the program that removes it otherwise
         reported.wait(0.9)  # mpirun sends SIGKILL after one second
         os._exit(128 + number)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -17,9 +16,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver, resource_tracker, util
+from multiprocessing import forkserver, resource_tracker, spawn, util
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 from dualtrain.errors import UserError
@@ -28,14 +27,17 @@ from dualtrain.errors import UserError
 #: its ranks.
 JOB_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 RELEASE_SECONDS = 3.0
-_EXIT_SECONDS = 5.0
 #: What the user can do if the system refuses a process or a thread.
 LIMIT_CURE = "raise the limit of processes and threads (ulimit -u, or the container's limit), or start fewer ranks"
 _PR_SET_PDEATHSIG = 1
-_OWN_FOLDER = "dualtrain own folder"  # a key of multiprocessing's process configuration, which children inherit
 #: Ids of the processes that have started a fork server. A forked process inherits this set, but must not kill the server
 #: that its parent has started.
 _starters: set[int] = set()
+#: Multiprocessing's temporary folders, by the ids of the processes that have made them; ``None`` for processes that use
+#: the folder of their parent process.
+_folders: dict[int, str | None] = {}
+#: Program that removes a folder when the process that writes to its standard input has ended.
+_REMOVAL = "import shutil, sys; sys.stdin.read(); shutil.rmtree(sys.argv[1], ignore_errors=True)"
 
 
 def start_thread(target: Callable[..., None], name: str, args: tuple[Any, ...] = ()) -> threading.Thread:
@@ -72,7 +74,10 @@ def signal_at_parents_end(number: int, parent: int) -> None:
 
 
 def start_tracker() -> None:
-    """Start the resource tracker, if it does not run yet, with the job's signals blocked, and in a session of its own."""
+    """Start the resource tracker, if it does not run yet, with the job's signals blocked, and in a session of its own.
+
+    mpirun and horovodrun send SIGKILL to the process groups of ranks that do not end in time. The tracker must survive it.
+    """
     # The tracker removes what a killed process leaves behind, and warns about it. Disable the warnings by a filter, which
     # the tracker inherits.
     filters, sys.warnoptions = sys.warnoptions, [*sys.warnoptions, "ignore:resource_tracker:UserWarning"]
@@ -86,13 +91,12 @@ def start_tracker() -> None:
 def start_forkserver(preload: Sequence[str]) -> None:
     """Start the server that worker processes are forked from, if it does not run yet.
 
-    The server imports ``preload``. It blocks the job's signals; its workers block them until :func:`begin_worker`. The
-    server and its workers are in a session of their own.
+    The server imports ``preload``. It blocks the job's signals; its workers block them until :func:`begin_worker`.
     """
     # Without this call, forkserver.ensure_running() would start the tracker, and then unblock the signals blocked here.
     start_tracker()
-    _note_own_folder()
-    with _blocked(), _own_session():
+    with _blocked():
+        _start_folder_removal()
         forkserver.set_forkserver_preload(list(preload))
         forkserver.ensure_running()
     _starters.add(os.getpid())
@@ -130,16 +134,32 @@ def is_stopped(pid: int) -> bool:
         return False  # it has ended
 
 
-def _note_own_folder() -> None:
-    """Record multiprocessing's temporary folder, unless it is the parent process's. Make the folder if there is none.
+def _start_folder_removal() -> None:
+    """Start a process that removes multiprocessing's temporary folder when this process has ended, even by SIGKILL.
 
-    The workers inherit the record.
+    Make the folder if there is none. Start nothing if the folder is the parent process's, or at the second call. Like the
+    tracker, the process has a session of its own.
     """
+    if os.getpid() in _folders:
+        return
+    # A process that multiprocessing has started uses its parent's folder, so it must not remove the folder.
     config = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    if config.get(_OWN_FOLDER, (None, None))[0] != os.getpid():
-        # A process that multiprocessing has started uses its parent's folder, so it must not remove the folder.
-        inherited = config.get("tempdir") is not None and not _made_folder()
-        config[_OWN_FOLDER] = os.getpid(), None if inherited else util.get_temp_dir()
+    inherited = config.get("tempdir") is not None and not _made_folder()
+    folder = None if inherited else util.get_temp_dir()
+    if folder is not None:
+        ours, theirs = os.pipe()
+        try:
+            command = [spawn.get_executable(), "-S", "-c", _REMOVAL, folder]
+            null = subprocess.DEVNULL
+            # The working folder is "/", since the program would import modules of the user's folder.
+            remover = subprocess.Popen(command, stdin=ours, stdout=null, stderr=null, cwd="/", start_new_session=True)
+        except OSError:
+            os.close(theirs)
+            raise
+        finally:
+            os.close(ours)
+        remover.returncode = 0  # don't wait for it: it ends after this process, which never closes ``theirs``
+    _folders[os.getpid()] = folder
 
 
 def _made_folder() -> bool:
@@ -150,41 +170,16 @@ def _made_folder() -> bool:
 
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
-    if parent is None:
-        return
-    parent.join()
-    # join() also returns if the parent gives up this worker and goes on, for example if it failed to start other workers.
-    # The parent then still uses its folder.
-    if _has_ended(parent.pid or 0):
-        _remove_own_folder(parent.pid)  # a killed parent leaves its folder behind
-    os._exit(0)
-
-
-def _has_ended(pid: int) -> bool:
-    """Return whether a process has ended, or ends within ``_EXIT_SECONDS``.
-
-    The wait is needed because an exiting process closes its files, which ends ``join()``, before it has ended.
-    """
-    try:
-        descriptor = os.pidfd_open(pid)
-    except OSError:
-        return True
-    try:
-        return bool(select.select([descriptor], [], [], _EXIT_SECONDS)[0])
-    finally:
-        os.close(descriptor)
-
-
-def _remove_own_folder(pid: int | None) -> None:
-    """Remove multiprocessing's temporary folder if process ``pid`` (this process or its parent) made it."""
-    owner, folder = multiprocessing.current_process()._config.get(_OWN_FOLDER, (None, None))  # type: ignore[attr-defined]
-    if owner == pid and folder is not None:
-        shutil.rmtree(folder, ignore_errors=True)
+    if parent is not None:
+        parent.join()
+        os._exit(0)
 
 
 def remove_own_folder() -> None:
     """Remove multiprocessing's temporary folder, if this process has made it. For a process that is about to exit."""
-    _remove_own_folder(os.getpid())
+    folder = _folders.get(os.getpid())
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def release() -> None:
@@ -213,18 +208,15 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def _own_session() -> Iterator[None]:
-    """Start multiprocessing's processes in a session, and so a process group, of their own.
-
-    mpirun and horovodrun send SIGKILL to the process groups of ranks that do not end in time. The resource tracker and the
-    workers must survive it: they remove what the killed rank leaves behind, and then exit.
-    """
-    # Private in Python 3.10 to 3.13: multiprocessing has no option for the session of a process.
-    earlier = util.spawnv_passfds
-    util.spawnv_passfds = _spawn_in_own_session
+    """Start the resource tracker in a session, and so a process group, of its own."""
+    # Private in Python 3.10 to 3.13: multiprocessing has no option for the session of a process. Replace the module in the
+    # tracker only, since other threads may start processes by ``util.spawnv_passfds`` at the same time.
+    module: Any = resource_tracker
+    module.util = SimpleNamespace(**{**vars(util), "spawnv_passfds": _spawn_in_own_session})
     try:
         yield
     finally:
-        util.spawnv_passfds = earlier
+        module.util = util
 
 
 def _spawn_in_own_session(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import select
 import signal
@@ -12,11 +11,9 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from dualtrain import processes
 from dualtrain.processes import signal_at_parents_end
 from tests.pool import ROOT
 
@@ -96,17 +93,23 @@ def gone(helpers: list[int], paths: Sequence[Path] = ()) -> bool:
     return False
 
 
-@pytest.mark.parametrize(("killed", "variables"), [(False, {}), (True, {}), (True, {"USES_MULTIPROCESSING": "1"})])
-def test_helpers_survive_signals_and_exit_with_a_job_that_fails_or_is_killed(tmp_path, killed, variables):
+@pytest.mark.parametrize(
+    ("kill", "variables"),
+    [(None, {}), (os.kill, {}), (os.killpg, {}), (os.killpg, {"USES_MULTIPROCESSING": "1"})],
+    ids=["fails", "kill", "killpg", "killpg-multiprocessing"],
+)
+def test_helpers_survive_signals_and_exit_with_a_job_that_fails_or_is_killed(tmp_path, kill, variables):
     with started(tmp_path, **variables) as (process, paths, helpers):
         assert len(helpers) == 4
         assert paths[0].parent == tmp_path
         assert paths[1].exists()
-        if killed:
-            os.killpg(process.pid, signal.SIGKILL)  # as mpirun and horovodrun do
-        output, errors = process.communicate("" if killed else "\n", timeout=60)
+        # Workers, and programs that they start, get the signals to the job's group; only the tracker outlives SIGKILL.
+        assert [pid for pid in helpers if os.getpgid(pid) != process.pid] == [helpers[1]]
+        if kill is not None:
+            kill(process.pid, signal.SIGKILL)  # mpirun and horovodrun kill the group
+        output, errors = process.communicate("\n" if kill is None else "", timeout=60)
         assert (output, errors) == ("", "")  # not even a warning about a leaked semaphore
-        assert process.returncode == (-signal.SIGKILL if killed else 3)
+        assert process.returncode == (3 if kill is None else -signal.SIGKILL)
         assert gone(helpers, paths)
 
 
@@ -244,16 +247,3 @@ def test_a_rank_ends_with_its_parent_only_if_the_parent_is_torchruns_agent(run_i
             assert not select.select([agent.stdout], [], [], 0.3)[0]
             os.kill(rank, signal.SIGTERM)
         assert agent.stdout.read() == "saved\n"
-
-
-def test_a_worker_deletes_its_parents_folder_only_after_the_parent_has_ended(monkeypatch, tmp_path):
-    parent, ended = SimpleNamespace(pid=os.getpid(), join=lambda: None), []
-    monkeypatch.setattr(multiprocessing, "parent_process", lambda: parent)
-    monkeypatch.setattr(os, "_exit", ended.append)
-    monkeypatch.setattr(processes, "_EXIT_SECONDS", 0.0)
-    monkeypatch.setitem(multiprocessing.current_process()._config, processes._OWN_FOLDER, (os.getpid(), str(tmp_path)))
-    processes._end_with_parent()
-    assert (ended, tmp_path.exists()) == ([0], True)
-    monkeypatch.setattr(processes, "_has_ended", lambda pid: True)
-    processes._end_with_parent()
-    assert (ended, tmp_path.exists()) == ([0, 0], False)
