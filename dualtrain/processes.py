@@ -149,9 +149,9 @@ def _start_folder_removal() -> None:
     if folder is not None:
         ours, theirs = os.pipe()
         try:
-            command = [spawn.get_executable(), "-S", "-c", _REMOVAL, folder]
+            # In isolated mode (-I), Python imports no modules of the user's folders.
+            command = [spawn.get_executable(), "-I", "-S", "-c", _REMOVAL, folder]
             null = subprocess.DEVNULL
-            # The working folder is "/", since the program would import modules of the user's folder.
             remover = subprocess.Popen(command, stdin=ours, stdout=null, stderr=null, cwd="/", start_new_session=True)
         except OSError:
             os.close(theirs)
