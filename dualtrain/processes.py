@@ -147,18 +147,17 @@ def _start_folder_removal() -> None:
     inherited = config.get("tempdir") is not None and not _made_folder()
     folder = None if inherited else util.get_temp_dir()
     if folder is not None:
-        ours, theirs = os.pipe()
+        ours, theirs = os.pipe()  # this process never closes ``theirs``: the program ends after it
         try:
             # In isolated mode (-I), Python imports no modules of the user's folders.
             command = [spawn.get_executable(), "-I", "-S", "-c", _REMOVAL, folder]
             null = subprocess.DEVNULL
-            remover = subprocess.Popen(command, stdin=ours, stdout=null, stderr=null, cwd="/", start_new_session=True)
+            _start_apart(command, stdin=ours, stdout=null, stderr=null)
         except OSError:
             os.close(theirs)
             raise
         finally:
             os.close(ours)
-        remover.returncode = 0  # don't wait for it: it ends after this process, which never closes ``theirs``
     _folders[os.getpid()] = folder
 
 
@@ -220,9 +219,14 @@ def _own_session() -> Iterator[None]:
 
 
 def _spawn_in_own_session(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
-    """Start a program in a new session, as ``util.spawnv_passfds`` does otherwise; return its process id."""
-    process = subprocess.Popen(args, executable=path, pass_fds=passfds, start_new_session=True)
-    process.returncode = 0  # multiprocessing waits for the process, and not this object
+    """Start a program as ``util.spawnv_passfds`` does, but in a new session; return its process id."""
+    return _start_apart(args, executable=path, pass_fds=passfds)
+
+
+def _start_apart(command: Sequence[Any], **options: Any) -> int:
+    """Start a program in a new session, and never wait for it; return its process id. ``options`` are those of Popen."""
+    process = subprocess.Popen(command, start_new_session=True, **options)
+    process.returncode = 0  # otherwise later calls of subprocess would wait for it in multiprocessing's place
     return process.pid
 
 
