@@ -241,11 +241,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             )
         try:
             yield
-        except Exception:
-            self._changing = False
-            raise
-        except BaseException:
-            self._interrupted = self._changing
+        except BaseException as error:
+            self._interrupted = self._changing and not isinstance(error, Exception)
             self._changing = False
             raise
         self._changing = False
