@@ -63,9 +63,9 @@ def _origins(source: Source, backward: ast.Call) -> list[ast.expr]:
 
 def _calls_with_gradients(value: ast.AST) -> Iterator[ast.Call]:
     """Yield the calls in ``value``, except in ``x.detach()`` and ``x.item()``."""
+    if _is_detached(value):
+        return
     if isinstance(value, ast.Call):
-        if isinstance(value.func, ast.Attribute) and value.func.attr in ("detach", "item"):
-            return
         yield value
     for child in ast.iter_child_nodes(value):
         yield from _calls_with_gradients(child)
@@ -73,13 +73,17 @@ def _calls_with_gradients(value: ast.AST) -> Iterator[ast.Call]:
 
 def _variables(value: ast.expr) -> Iterator[str]:
     """Yield the variables and attributes in ``value`` as text, except in ``x.detach()`` and ``x.item()``."""
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in ("detach", "item"):
+    if _is_detached(value):
         return
     if isinstance(value, ast.Name | ast.Attribute):
         yield ast.unparse(value)
     for child in ast.iter_child_nodes(value):
         if isinstance(child, ast.expr | ast.keyword):
             yield from _variables(child.value if isinstance(child, ast.keyword) else child)
+
+
+def _is_detached(value: ast.AST) -> bool:
+    return isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in ("detach", "item")
 
 
 def _without_gradients(source: Source, statement: ast.AST) -> bool:
