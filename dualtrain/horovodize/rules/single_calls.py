@@ -152,9 +152,7 @@ def adasum(source: Source) -> Iterator[Finding]:
 def adasum_skipping(source: Source) -> Iterator[Finding]:
     """skip_synchronize() of an optimizer that uses Adasum: AssertionError."""
     wraps = {
-        name: call
-        for name, call in source.wraps
-        if (op := argument_at(call, 4, "op")) is not None and _names_adasum(source, op)
+        name: call for name, call in source.wraps if (op := _op(source, call)) is not None and _names_adasum(source, op)
     }
     for call in source.calls:
         if last_name(call.func) != "skip_synchronize" or not isinstance(call.func, ast.Attribute):
@@ -230,12 +228,12 @@ def _is_averaged(source: Source, node: ast.AST) -> bool:
     return not calls or any(_may_average(source, _op(source, call)) for call in calls)
 
 
+_OP_IS_FIFTH = ("DistributedOptimizer", "allreduce", "grouped_allreduce")
+
+
 def _op(source: Source, call: ast.Call) -> ast.expr | None:
     """Return the argument ``op`` of an allreduce or a DistributedOptimizer."""
     return argument_at(call, 4, "op") if source.hvd(call.func) in _OP_IS_FIFTH else keyword(call, "op")
-
-
-_OP_IS_FIFTH = ("DistributedOptimizer", "allreduce", "grouped_allreduce")
 
 
 def _may_average(source: Source, op: ast.expr | None) -> bool:
