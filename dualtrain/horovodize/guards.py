@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from dualtrain.horovodize.horovod_use import HorovodUse
-from dualtrain.horovodize.nodes import argument_at, is_stored, last_name, names_in
+from dualtrain.horovodize.nodes import is_stored, last_name, names_in
 from dualtrain.horovodize.rank_kinds import RankKinds
 from dualtrain.horovodize.source import Function, Source
 
@@ -184,10 +184,8 @@ class Guards:
         ).annotation
         if annotation is not None:
             return getattr(cls, "name", "") in re.findall(r"\w+", ast.unparse(annotation))
-        names = self.source.positional(function)
-        position = names.index(name) if name in names else len(names)
         calls = [call for call in self.source.calls if last_name(call.func) == function.name]
-        given = [argument_at(call, position, name) for call in calls]
+        given = [self.source.argument(function, call, name) for call in calls]
         return bool(given) and all(value is not None and self._is_object(value, cls) for value in given)
 
     def _is_object(self, value: ast.expr, cls: ast.AST) -> bool:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import argument_at, keyword, last_name
+from dualtrain.horovodize.nodes import last_name
 from dualtrain.horovodize.source import Function, Scope, Source
 
 #: Full names of modules, functions and classes by which one process, the driver, runs a function on all ranks.
@@ -115,23 +115,9 @@ def calls_of(source: Source, function: Scope) -> Iterator[ast.Call]:
         yield from (call for call in source.calls if called(source, call) is function)
 
 
-def argument(source: Source, function: Function, call: ast.Call, parameter: str) -> ast.expr | None:
-    """Return what ``call`` passes for ``parameter`` of ``function``; None if it passes nothing.
-
-    Return None, too, if it is a positional argument, and this or an earlier one is unpacked (``*values``).
-    """
-    named, names = keyword(call, parameter), source.positional(function)
-    if named is not None or parameter not in names:
-        return named
-    position = names.index(parameter)
-    if any(isinstance(one, ast.Starred) for one in call.args[: position + 1]):
-        return None
-    return argument_at(call, position, parameter)
-
-
 def arguments(source: Source, function: Function, call: ast.Call, parameter: str) -> list[ast.expr]:
     """Return what ``call`` may pass for ``parameter`` of ``function``: the argument, or else what ``call`` unpacks."""
-    given = argument(source, function, call, parameter)
+    given = source.argument(function, call, parameter)
     unpacked = [one.value for one in call.args if isinstance(one, ast.Starred)]
     unpacked += [word.value for word in call.keywords if word.arg is None]
     return unpacked if given is None else [given]

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from dualtrain.horovodize.bindings import Bindings
 from dualtrain.horovodize.edits import Edit, Layout
 from dualtrain.horovodize.names import HOMES, MODULE_NAMES, PUBLIC
-from dualtrain.horovodize.nodes import calls_in, is_stored, last_name, loaded_module
+from dualtrain.horovodize.nodes import argument_at, calls_in, is_stored, keyword, last_name, loaded_module
 from dualtrain.horovodize.normal_form import normalized
 
 T = TypeVar("T")
@@ -410,6 +410,19 @@ class Source:
         names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
         static = any(last_name(each) == "staticmethod" for each in function.decorator_list)
         return names[isinstance(self.parents[function], ast.ClassDef) and not static :]
+
+    def argument(self, function: Function, call: ast.Call, parameter: str) -> ast.expr | None:
+        """Return what ``call`` passes for ``parameter`` of ``function``; None if it passes nothing.
+
+        Return None, too, if it is a positional argument, and this or an earlier one is unpacked (``*values``).
+        """
+        named, names = keyword(call, parameter), self.positional(function)
+        if named is not None or parameter not in names:
+            return named
+        position = names.index(parameter)
+        if any(isinstance(one, ast.Starred) for one in call.args[: position + 1]):
+            return None
+        return argument_at(call, position, parameter)
 
     def scope(self, node: ast.AST) -> Scope:
         """Return the innermost function, or else the module, that contains ``node``."""

@@ -8,7 +8,6 @@ from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.events import STEP_KINDS, Event, has, since_backward, skips, until_backward
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.nodes import last_name
-from dualtrain.horovodize.order import argument
 from dualtrain.horovodize.source import Function, Source
 
 
@@ -122,7 +121,7 @@ def _passed_optimizers(source: Source, step: Event) -> list[ast.expr]:
     if not isinstance(function, Function) or not isinstance(step.owner, ast.Name):
         return []
     calls = (call for file in source.files for call in file.calls if last_name(call.func) == function.name)
-    values = (argument(source, function, call, step.optimizer) for call in calls)
+    values = (source.argument(function, call, step.optimizer) for call in calls)
     return [value for value in values if value is not None]
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dualtrain.horovodize.averaging import may_average
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.nodes import calls_in, first_argument, given_values, is_stored, last_name
-from dualtrain.horovodize.order import argument, calls_of, nodes_after
+from dualtrain.horovodize.order import calls_of, nodes_after
 from dualtrain.horovodize.rules.sent_models import owner_of, sent_models
 from dualtrain.horovodize.source import Finding, Function, Source
 
@@ -111,7 +111,7 @@ def _is_broadcast(source: Source, node: ast.AST) -> bool:
 
 def _given(source: Source, function: Function, call: ast.Call, parameter: str) -> str | None:
     """Return the variable that ``call`` passes for ``parameter``, as text; None if it is unknown or not a variable."""
-    given = argument(source, function, call, parameter)
+    given = source.argument(function, call, parameter)
     return ast.unparse(given) if isinstance(given, ast.Name | ast.Attribute) else None
 
 

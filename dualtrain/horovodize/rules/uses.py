@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from dualtrain.horovodize.nodes import arms, is_stored, last_name, sampler_of
-from dualtrain.horovodize.order import argument, calls_of
+from dualtrain.horovodize.order import calls_of
 from dualtrain.horovodize.source import Function, Source
 
 #: Attributes of a sampler or loader whose use reads no samples.
@@ -292,7 +292,7 @@ def _leaves_method(source: Source, call: ast.Call, node: ast.AST, depth: int) ->
     if len(methods) != 1 or depth > 2 or _has_unknown_base(*methods[0]):
         return True
     file, method = methods[0]
-    found = [each for each in file.positional(method) if argument(file, method, call, each) is node]
+    found = [each for each in file.positional(method) if file.argument(method, call, each) is node]
     return not found or _leaves_program(file, found[0], depth + 1)
 
 

@@ -17,7 +17,7 @@ from dualtrain.horovodize.nodes import (
     names_in,
     variables_in,
 )
-from dualtrain.horovodize.order import argument, calls_of, nodes_after
+from dualtrain.horovodize.order import calls_of, nodes_after
 from dualtrain.horovodize.rules.rank_values import may_send
 from dualtrain.horovodize.rules.seeds import seeds_ranks_alike
 from dualtrain.horovodize.rules.sent_models import are_related, is_new_model, owner_of, sent_models
@@ -122,7 +122,7 @@ def _loaded(source: Source, guards: Guards, load: ast.Call) -> tuple[ast.expr, a
     function = source.scope(load)
     if isinstance(function, Function) and isinstance(owner, ast.Name) and owner.id in source.parameters(load):
         calls = list(calls_of(source, function))
-        given = argument(source, function, calls[0], owner.id) if len(calls) == 1 else None
+        given = source.argument(function, calls[0], owner.id) if len(calls) == 1 else None
         if given is not None and guards.runs_whenever(load, function) and source.is_only(function.name):
             return given, calls[0]
     return owner, load

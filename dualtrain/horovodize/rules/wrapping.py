@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.nodes import argument_at, first_argument, is_bool, is_stored, keyword, last_name, variables_in
-from dualtrain.horovodize.order import argument, calls_of, nodes_after
+from dualtrain.horovodize.order import calls_of, nodes_after
 from dualtrain.horovodize.rules.losses import models_of_optimizer
 from dualtrain.horovodize.source import Finding, Function, Source
 
@@ -75,7 +75,7 @@ def _calls_with_optimizer(source: Source, load: ast.Call) -> Iterator[tuple[ast.
     """Yield the calls of the function around ``load`` if it loads into a parameter, each with the optimizer it passes."""
     scope, owner = source.scope(load), _owner(load)
     if isinstance(scope, Function) and isinstance(owner, ast.Name) and owner.id in source.parameters(load):
-        given = ((call, argument(source, scope, call, owner.id)) for call in calls_of(source, scope))
+        given = ((call, source.argument(scope, call, owner.id)) for call in calls_of(source, scope))
         yield from ((call, value) for call, value in given if value is not None)
 
 
@@ -263,7 +263,7 @@ def _passed(source: Source, node: ast.AST, name: str) -> list[str]:
     scope = source.scope(node)
     if not isinstance(scope, Function) or name not in source.parameters(node):
         return []
-    given = (argument(source, scope, call, name) for call in calls_of(source, scope))
+    given = (source.argument(scope, call, name) for call in calls_of(source, scope))
     return [ast.unparse(value) for value in given if value is not None]
 
 
