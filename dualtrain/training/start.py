@@ -2,8 +2,8 @@
 
 With ``--resume auto``, one command line is enough for the first start of a run and for every restart. Each rank reports
 what it sees in the run's folder. The newest good checkpoint of any rank is used, and that rank sends it, so that hosts
-need no common disk. A run that has ended is not trained again. The flag is not needed in a restart of the job that made the
-run or that was the last to resume it.
+need no common disk. A run that has ended is not trained again. ``--resume auto`` is not needed in a restart of the job that
+made the run or that was the last to resume it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Start:
 
 @dataclass(frozen=True)
 class _File:
-    """A checkpoint that ``rank`` sees. ``identity`` is equal if several ranks see the same file.
+    """A checkpoint that ``rank`` sees. Ranks that see the same file have equal values of ``identity``.
 
     ``generation`` is the generation that wrote the file (see ``run_folder/generation.py``); 0 if it is unknown. ``digest``
     is equal for files of equal content; empty for a file that cannot be read.
@@ -176,7 +176,8 @@ def _look(folder: Path, settings: Mapping[str, Any], size: int) -> dict[str, Any
             files.append((step, path.name, *checkpoint.generation_in(path), identity))
     written, summary = (or_nothing(partial(read_json, folder / name)) for name in ("config.json", "summary.json"))
     if written and written.get("lr_batch") is None:
-        # Versions before 0.3.0 did not write a default ``lr_batch``: ``compare_with_checkpoint`` computes and compares it.
+        # Versions before 0.3.0 did not write a default ``lr_batch``. Don't compare it here: ``compare_with_checkpoint``
+        # computes it from the checkpoint, and compares it.
         written = {**written, "lr_batch": settings["lr_batch"]}
     settings = adopted(settings, written)
     unlike = differences(written, settings) if written and (files or summary) else {}
@@ -282,14 +283,14 @@ def _send(folder: Path, name: str, owner: int, backend: Backend) -> tuple[dict[s
     Raises:
         UserError: on every rank, if the checkpoint cannot be read now, but may be good.
     """
-    answer: tuple[dict[str, Any] | None, str, bool] = (None, "", True)
+    answer: tuple[dict[str, Any] | None, str, bool] = (None, "", False)
     if backend.rank == owner:
         try:
-            answer = (checkpoint.load(folder / "checkpoints" / name), "", True)
+            answer = (checkpoint.load(folder / "checkpoints" / name), "", False)
         except UserError as error:
-            answer = (None, str(error), isinstance(error, checkpoint.DamagedError))
-    saved, problem, damaged = backend.broadcast_object(answer, root=owner, name="checkpoint")
-    if not damaged:
+            answer = (None, str(error), not isinstance(error, checkpoint.DamagedError))
+    saved, problem, may_be_good = backend.broadcast_object(answer, root=owner, name="checkpoint")
+    if may_be_good:
         raise UserError(problem, shared=True, transient=True)
     return saved, problem
 
