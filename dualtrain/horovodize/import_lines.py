@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator
 
 from dualtrain.horovodize.edits import Edit
-from dualtrain.horovodize.imports import ENGINES, home
+from dualtrain.horovodize.imports import ENGINES, replacement_of
 from dualtrain.horovodize.nodes import last_name, loaded_module
 from dualtrain.horovodize.order import starts_ranks
 from dualtrain.horovodize.rules.environment import IMPORT_ERRORS, is_guarded
@@ -106,7 +106,7 @@ def _edits(source: Source, node: _Import) -> Iterator[Edit]:
         return
     replaced = []
     for alias in node.names:
-        target = home(alias.name)
+        target = replacement_of(alias.name)
         if alias.name.partition(".")[0] != "horovod":
             continue
         as_written = source.layout.segment(alias).startswith(alias.name)  # not so in ``horovod . torch``
@@ -121,7 +121,7 @@ def _edits_of_from(source: Source, node: ast.ImportFrom) -> Iterator[Edit]:
     layout, module = source.layout, node.module or ""
     start = layout.start(node)
     found = re.compile(rf"from\s+({re.escape(module)})\s+import\b").match(layout.segment(node))
-    target = home(module)
+    target = replacement_of(module)
     missing = module in ENGINES and any(alias.name != ENGINES[module][1] for alias in node.names)
     if found is None or missing:
         return

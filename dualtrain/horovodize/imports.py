@@ -65,7 +65,7 @@ _CHILDREN = str(Path(__file__).parent / "children")
 _ROOT = str(Path(__file__).parents[2])
 
 
-def home(name: str) -> str | None:
+def replacement_of(name: str) -> str | None:
     """Return the module of dualtrain that replaces the module ``name`` of Horovod, or None.
 
     For a submodule, the result is the name that it would have in dualtrain: the module need not exist.
@@ -121,7 +121,7 @@ class _Finder(MetaPathFinder):
             return None
         if name in PACKAGES:
             return ModuleSpec(name, _Package(), origin="dualtrain", is_package=True)
-        target_name = home(name)
+        target_name = replacement_of(name)
         if target_name is None:
             # Don't return None, because the next finder might find an installed Horovod.
             raise ModuleNotFoundError(_missing(name), name=name)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovod_variables import HONOURED
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.imports import ENGINES, PACKAGES, home
+from dualtrain.horovodize.imports import ENGINES, PACKAGES, replacement_of
 from dualtrain.horovodize.names import BUILD, MODULE_NAMES, OTHER_FRAMEWORKS, RAY_ELASTIC, RUN_UNSUPPORTED, is_this_host
 from dualtrain.horovodize.nodes import is_stored
 from dualtrain.horovodize.order import calls_of
@@ -69,7 +69,7 @@ def _is_used(source: Source, alias: ast.alias) -> bool:
 
 def _covered(name: str) -> bool:
     package, _, last = name.rpartition(".")
-    module, owner = home(name), home(package)
+    module, owner = replacement_of(name), replacement_of(package)
     inside = last == "*" or last in PACKAGES.get(package, {}) or last == ENGINES.get(package, ("", ""))[1]
     known = (module is not None and file_of(module) is not None) or (owner is not None and last in defined_in(owner))
     return not name.startswith("horovod.") or name in PACKAGES or inside or known

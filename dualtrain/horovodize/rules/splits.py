@@ -107,7 +107,10 @@ def shard_by_local_rank(source: Source) -> Iterator[Finding]:
 
 
 def _rank_and_size(source: Source, start: ast.BinOp) -> tuple[ast.expr, ast.expr] | None:
-    """If ``start`` is ``rank * n``, and ``n`` has a value that contains ``x // size``, return (rank, size); else None."""
+    """If ``start`` is ``rank * n``, and a value of ``n`` contains ``x // size`` or ``x / size``, return (rank, size).
+
+    Otherwise, return None.
+    """
     guards = Guards.of(source)
     for index, length in ((start.left, start.right), (start.right, start.left)):
         for value in source.possible_values(length) if guards.kinds.rank(index) else ():

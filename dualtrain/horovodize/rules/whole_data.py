@@ -32,7 +32,7 @@ def every_rank_reads_all(source: Source) -> Iterator[Finding]:
         return
     guards = Guards.of(source)
     for call in source.calls:
-        if source.name(call.func) not in LOADERS or runs_on_driver(source, call) or not _shuffles_training(source, call):
+        if source.name(call.func) not in LOADERS or runs_on_driver(source, call) or not _loads_training_data(source, call):
             continue
         # The name of ``**options`` is None. The options may contain a sampler.
         others = {word.arg for word in call.keywords} & {"batch_sampler", None}
@@ -46,15 +46,16 @@ def every_rank_reads_all(source: Source) -> Iterator[Finding]:
         if _is_replaced(source, call, data) or not is_read(source, call) or guards.looks_like_one_rank(call):
             continue
         if not _is_alternative(source, call):
-            certain = "" if _is_of_torchvision(source, data) else " (unless the data set itself is split by rank)"
+            caveat = "" if _is_of_torchvision(source, data) else " (unless the data set itself is split by rank)"
             message = (
-                f"every rank reads all samples{certain}, so that an epoch has as many steps as on one rank; pass "
+                f"every rank reads all samples{caveat}, so that an epoch has as many steps as on one rank; pass "
                 "sampler=DistributedSampler(data, num_replicas=hvd.size(), rank=hvd.rank())"
             )
             yield Finding(call.lineno, "trap", message, tuple(_with_sampler(source, call, data)))
 
 
-def _shuffles_training(source: Source, call: ast.Call) -> bool:
+def _loads_training_data(source: Source, call: ast.Call) -> bool:
+    """Return whether the loader shuffles, or has a whole training set and no argument ``shuffle``."""
     shuffle, sampler = argument_at(call, 2, "shuffle"), sampler_of(call)
     return (
         is_bool(shuffle, True)
