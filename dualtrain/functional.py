@@ -140,7 +140,7 @@ def without_collectives(reason: str) -> Iterator[None]:
 def _check_allowed(kind: str, tensor: torch.Tensor, backend: Backend) -> None:
     """Raise UserError if collectives are not allowed now. If ``tensor`` has a tangent, refuse the call on every rank.
 
-    See :func:`_linear`.
+    See :meth:`Backend.refuse`.
     """
     if _thread.refusal is not None:
         raise UserError(_thread.refusal)
@@ -166,7 +166,7 @@ def _linear(kind: str, op: ReduceOp | str, backend: Backend) -> ReduceOp:
 
 
 def _checked(kind: str, tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
-    """Return ``tensor`` if its elements can be sent. Otherwise refuse the call on every rank: see :func:`_linear`.
+    """Return ``tensor`` if its elements can be sent. Otherwise refuse the call on every rank: see :meth:`Backend.refuse`.
 
     Raises:
         UserError: collectives are not allowed now, or every rank's ``tensor`` has a tangent: see :func:`_check_allowed`.
@@ -179,7 +179,7 @@ def _checked(kind: str, tensor: torch.Tensor, backend: Backend) -> torch.Tensor:
 
 
 def _forward(kind: str, tensor: torch.Tensor, backend: Backend, call: Callable[[], T]) -> tuple[T, bool]:
-    """Return the result of ``call``, and whether the ``tensor`` of any rank with enabled gradients requires one."""
+    """Return the result of ``call``, and whether ``tensor`` requires a gradient on any rank with enabled gradients."""
     _check_allowed(kind, tensor, backend)
     return backend.with_flag(call, getattr(tensor, "requires_grad", False) and torch.is_grad_enabled())
 

@@ -3,7 +3,7 @@
 Horovod's Gloo controller speaks plain HTTP: PUT /scope/key, GET /scope/key (404 until the key is set), DELETE
 /scope/rank when done. Horovod's own server (``RendezvousServer``) listens on every interface. When all ranks have left one
 scope, it forgets which ranks have left the other scopes, so a second start on the same server can hang.
-:class:`HttpStore` listens on one address, and serves one start of Horovod, or the making of one process set. A DELETE
+:class:`HttpStore` listens on one address, and serves one start of Horovod, or the creation of one process set. A DELETE
 removes nothing from it.
 
 Horovod sends no password, but its URLs begin with the value of HOROVOD_GLOO_RENDEZVOUS_ADDR. So this value contains a

@@ -15,7 +15,7 @@ from dualtrain.rendezvous.key_value_store import KeyValueStore
 from dualtrain.rendezvous.reachability import check_all_reachable
 
 SAME_BACKEND = "give the same --backend to all"
-_REFUSAL_SECONDS = 3.0  # time for the other ranks to read why they are refused, before the store's server exits
+_REFUSAL_SECONDS = 3.0  # time for the other ranks to read all backends before the store's server exits
 
 
 def place_ranks(

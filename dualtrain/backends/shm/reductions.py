@@ -163,7 +163,7 @@ class SharedMemory:
             # A rank ends all earlier operations before it posts a short one. So a peer that has posted short operation
             # n+1 has finished reading n, and the slots of n can be reused for n+2.
             return not self._pending
-        # Posts must be in the order of the operations: don't post while an earlier operation has posts to make.
+        # "ready" posts must be in the order of the operations: don't post before all earlier operations have posted it.
         return work.region is not None and len(self._pending) < _TAGS - 1 and all(map(_has_posted, self._pending))
 
     def is_short(self, tensor: torch.Tensor) -> bool:
