@@ -255,7 +255,7 @@ WHOLE = [
         f"{HEAD}def f(args):\n  {WRAP[:-2]}, backward_passes_per_step=args.n)\n  resume(model)\n  for i, x in d:\n"
         f"    x.backward()\n{ACCUMULATE}",
     ),
-    (  # weights of several models
+    (  # the weights of both models are broadcast
         f"{HEAD}{MODELS}{WRAP}other = hvd.DistributedOptimizer(o, d.named_parameters())\n",
         f"{HEAD}{MODELS}{START[len(HEAD) :]}other = hvd.DistributedOptimizer(o, d.named_parameters())\n"
         "hvd.broadcast_parameters(d.state_dict(), root_rank=0)\n",

@@ -93,10 +93,10 @@ def same(*row: Any) -> tuple[str, Callable[[], Any], Any, Any]:
 
 
 def mean_of_ranks(size: int) -> float:
-    """Return the mean of 1, 2, …, size."""
+    """Return the mean of 1, 2, …, size: the average over ranks, if rank r has the value r + 1."""
     return (size + 1) / 2
 
 
 def sum_of_ranks(size: int) -> int:
-    """Return 1 + 2 + … + size."""
+    """Return 1 + 2 + … + size: the sum over ranks, if rank r has the value r + 1."""
     return math.comb(size + 1, 2)
