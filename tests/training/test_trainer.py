@@ -721,7 +721,7 @@ class Listed(Sized):
 
 @pytest.mark.parametrize("length", [6, None, 9])
 @pytest.mark.filterwarnings("error")
-def test_steps_without_a_target_advance_the_schedule_but_steps_without_a_batch_do_not(length):
+def test_fit_advances_the_schedule_in_steps_without_a_target_but_not_in_steps_without_a_batch(length):
     def body(backend) -> int:
         masked = (0, 3) if backend.rank else (0, 3, 4)  # batch 4 has targets only on rank 1
         batches = [data(4) for _ in range(6)]
