@@ -88,7 +88,7 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 
 def _excerpts(values: Sequence[str | None]) -> list[str]:
-    """Return the values as text, "missing" for ``None``. No two of them are equal.
+    """Return ``values``, no two of which are equal, as text; "missing" for ``None``.
 
     If any value is long, return only the part of each value around the first difference. A single text is cut at its end.
     """

@@ -135,7 +135,7 @@ class Reductions(Movement):
     def start_matched(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
         """Reduce ``tensor`` as :meth:`start_allreduce` does. The caller has checked that the ranks' calls match.
 
-        An override may compare the calls once more, to send a short tensor in the same messages. It then blocks.
+        An override may send a short tensor in the messages that compare calls: it then compares them again, and blocks.
         """
         return self.start_allreduce(tensor, op, name)
 

@@ -10,7 +10,8 @@ from dualtrain.config.sections import AUGMENTATIONS, DataSection
 from dualtrain.data.transforms import IMAGENET, Statistics
 from dualtrain.errors import UserError
 
-LIMIT = 2**31  # a synthetic sample must have fewer values, because the source keeps all values of one sample in memory
+#: A dataset must have fewer samples. A synthetic sample must have fewer values, because its source keeps them in memory.
+LIMIT = 2**31
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Options(DataSection):
         return tuple(parts[0]), tuple(parts[1])
 
     def statistics_for(self, channels: int, of_dataset: Statistics) -> Statistics | None:
-        """Return :meth:`statistics`. Also raise UserError if it has means, but neither one nor one for each channel."""
+        """Return :meth:`statistics`. Also raise UserError if the number of means is neither 1 nor ``channels``."""
         found = self.statistics(of_dataset)
         if found is not None and len(found[0]) not in (1, channels):
             raise UserError(

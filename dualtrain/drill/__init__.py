@@ -1,1 +1,1 @@
-"""The drill: run the user's own job with faults, and check that it ends with the same weights."""
+"""The drill: run the user's own job without and with faults, and check that both runs end with the same weights."""

@@ -1,4 +1,4 @@
-"""Warnings for the deprecated names of options and attributes, which will be removed in version 0.3.0."""
+"""Warnings about deprecated names of options and attributes. The names will be removed in version 0.3.0."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks on parameters and modules. They call a reducer when a gradient is ready, or a parameter or its module was replaced.
+"""Hooks on parameters and modules, to call a reducer when a gradient is ready, or a parameter or its module is replaced.
 
 A hook holds a weak reference to its reducer, so that the reducer is freed with its optimizer or trainer. If no reducer of a
 parameter is left, the parameter's hook raises an error: otherwise each rank would silently continue with its own gradients.
@@ -119,7 +119,7 @@ class ParameterHooks:
         added = {id(p) for p in (*self._params, *(p for _, p in self.frozen))}
         for name, p in pairs:
             if id(p) in added:
-                continue  # the group was removed from the optimizer and added again, or has the parameter twice
+                continue  # a parameter group was removed from the optimizer and added again, or has ``p`` twice
             added.add(id(p))
             remove_freed(p)
             if not p.requires_grad:
@@ -273,8 +273,8 @@ def _on_parameter(owner: nn.Module, key: str, new: Any) -> None:
 
 def _on_module(owner: nn.Module, key: str, new: Any) -> None:
     # ``_modules`` is private in torch 2.5 to 2.15, as ``_parameters`` is. In a ScriptModule, it has no method ``get``.
-    # To compile a backward, torch.compile makes a module, for which it cannot trace this function. The name ``_orig_mod``
-    # is private in torch 2.5 to 2.15.
+    # To compile a backward, torch.compile makes a module and assigns its attribute ``_orig_mod`` (private in torch 2.5 to
+    # 2.15). It then traces this function, and fails at the first use of ``owner``, which has no ``_orig_mod`` yet.
     if (key == "_orig_mod" and torch.compiler.is_dynamo_compiling()) or key not in owner._modules:
         return
     old = owner._modules[key]

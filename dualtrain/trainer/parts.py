@@ -27,7 +27,8 @@ Evaluation = Tensors | Iterable[Sequence[torch.Tensor]] | None
 def passes_of(batches: ShardBatches | Evaluation) -> Iterable[Tensors]:
     """Return the batches of one part, one for each pass. The argument may also be one batch: a tuple or a list.
 
-    A tensor is not a batch, so a pair that contains a tensor is one. Its other element may be a dict or a tuple of tensors.
+    A pair that contains a tensor is one batch, because the elements of a list of batches are not tensors. The other element
+    of the pair may be a dict or a tuple of tensors.
     """
     if batches is None:
         return ()
@@ -90,7 +91,7 @@ class RankParts:
     def __init__(self, model: nn.Module, backend: Backend) -> None:
         self.count = backend.size
         self._model, self._backend = model, backend
-        self._trained = False  # whether this rank's running statistics have any samples
+        self._trained = False  # whether this rank has computed a batch; see ``common_buffers``
 
     def step(self, passes: Passes, batches: Batches, expected: float, control_flags: Sequence[float]) -> Step:
         """See :class:`Parts`. ``batches`` are this rank's batches, one for each backward pass."""
@@ -114,7 +115,7 @@ class RankParts:
     def common_buffers(self, model: nn.Module) -> AbstractContextManager[None]:
         """See :class:`Parts`: statistics are averaged over the ranks; at the end, each rank gets its own values back.
 
-        Ranks that have never computed a batch are left out of the average.
+        Ranks that have not computed a batch at this world size are left out of the average, unless no rank has.
         """
         return averaged_buffers(model, self._backend, trained=self._trained)
 

@@ -1,6 +1,6 @@
 """Private parts of torch that this package's gradients, optimizers and ``hvd`` use: a failed test names what torch lacks.
 
-Comments at most uses say that these parts are private in torch, or that torch has no public alternative.
+Where the package uses such a part, a comment usually says that it is private in torch, or has no public alternative.
 """
 
 from __future__ import annotations

@@ -64,7 +64,10 @@ def repeated_steps(summary_steps: list[int], needed: int, left: int) -> int:
 
 
 def repeat_reserve(summary_steps: list[int], left: int) -> int:
-    """Return how many of the ``left`` steps :func:`plain_steps` should leave for a second run on each side."""
+    """Return how many of the ``left`` steps :func:`plain_steps` should leave for later runs.
+
+    They are for a second run on one side, and one of ``SHORTEST`` steps on the other.
+    """
     return repeated_steps(summary_steps, 0, min(left - 2 * SHORTEST, 3 * summary_steps[-1] // 4)) + SHORTEST
 
 
@@ -72,8 +75,8 @@ def plain_steps(summary_steps: list[int], first_defect: int, left: int) -> int:
     """Return the number of steps of the run without Horovod's defects.
 
     This run shows how far the defects change the weights. It ends at the last of the ``summary_steps`` that ``left``
-    allows. But if possible, it takes at least ``SHORTEST`` steps, and more than ``first_defect``, the step after which a
-    reproduced defect was first found.
+    allows. But even if ``left`` is smaller, it takes at least ``SHORTEST`` steps and more than ``first_defect`` (the step
+    after which a reproduced defect was first found), or as many as the first run if these are fewer.
     """
     after_defect = next((step for step in summary_steps if step > first_defect), summary_steps[-1])
     return max(
