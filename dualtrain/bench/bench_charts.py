@@ -51,14 +51,14 @@ def chart_groups(results: Results) -> tuple[str, Groups]:
     for job in (job for job in LENGTHS if job not in SKIPPED and reference):
         for name in results.samples:
             if name != reference and name not in LEFT_OUT and ENTRIES[name].ranks == ENTRIES[reference].ranks:
-                mark = _mark(results, name, reference, job)
-                if mark is not None:
-                    groups.setdefault(job, []).append(mark)
-    ordered = {job: sorted(marks, key=lambda mark: not mark.is_dualtrain) for job, marks in groups.items()}
+                row = _chart_row(results, name, reference, job)
+                if row is not None:
+                    groups.setdefault(job, []).append(row)
+    ordered = {job: sorted(rows, key=lambda row: not row.is_dualtrain) for job, rows in groups.items()}
     return (ENTRIES[reference].title if groups else ""), ordered
 
 
-def _mark(results: Results, name: str, reference: str, job: str) -> ChartRow | None:
+def _chart_row(results: Results, name: str, reference: str, job: str) -> ChartRow | None:
     pairs = [(a, b) for a, b in results.pairs(name, reference) if job in a.seconds and job in b.seconds]
     if not pairs:
         return None
@@ -78,11 +78,11 @@ def chart(reference: str, groups: Groups, width: int) -> str:
     axis = _axis(groups, width)
     parts: list[str] = []
     y = 6.0
-    for job, marks in groups.items():
+    for job, rows in groups.items():
         parts.append(f'<text class="job" x="{EDGE}" y="{y + 20:g}">{text(job)}</text>')
         y += HEAD
-        for mark in marks:
-            parts.append(_row(mark, axis, y, width))
+        for row in rows:
+            parts.append(_svg_row(row, axis, y, width))
             y += row_height
         y += 8
     ticks = list(_ticks(axis, y))
@@ -103,8 +103,8 @@ def picture(reference: str, groups: Groups) -> str:
 
 def _axis(groups: Groups, width: int) -> LogAxis:
     """Return the axis of the ratios; it contains all intervals and the ratio 1."""
-    ends = [end for marks in groups.values() for mark in marks for end in (mark.found.low, mark.found.high)]
-    longest = max(len(mark.label) for marks in groups.values() for mark in marks)
+    ends = [end for rows in groups.values() for row in rows for end in (row.found.low, row.found.high)]
+    longest = max(len(row.label) for rows in groups.values() for row in rows)
     left = EDGE + (max(LABELS, LETTER * longest) if width == WIDE else 4)
     return LogAxis(min(1.0, *ends) / 1.08, max(1.0, *ends) * 1.08, left, width - VALUES)
 
@@ -121,16 +121,16 @@ def _ticks(axis: LogAxis, bottom: float) -> Iterator[str]:
             yield f'<text class="number" x="{x:.1f}" y="{bottom + 16:g}">{ratio:g}</text>'
 
 
-def _row(mark: ChartRow, axis: LogAxis, y: float, width: int) -> str:
-    found, at = mark.found, y + ROW / 2 + 4.5
+def _svg_row(row: ChartRow, axis: LogAxis, y: float, width: int) -> str:
+    found, at = row.found, y + ROW / 2 + 4.5
     below = at if width == WIDE else at + ROW - 4
     middle = below - 4.5
     x, low, high = (axis(ratio) for ratio in (found.value, found.low, found.high))
     values = f"<tspan>{found.value:.2f}</tspan> ({found.low:.2f}–{found.high:.2f})"
     return (
-        f'<g class="{"own" if mark.is_dualtrain else "peer"}"><title>{text(mark.tip)}</title>'
+        f'<g class="{"own" if row.is_dualtrain else "peer"}"><title>{text(row.tip)}</title>'
         f'<rect class="hit" x="0" y="{y:g}" width="{width}" height="{ROW if width == WIDE else 2 * ROW}"/>'
-        f'<text x="{EDGE}" y="{at:g}">{text(mark.label)}</text>'
+        f'<text x="{EDGE}" y="{at:g}">{text(row.label)}</text>'
         f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{middle:g}" y2="{middle:g}"/>'
         f'<circle cx="{x:.1f}" cy="{middle:g}" r="4.5"/>'
         f'<text class="value" x="{width - EDGE}" y="{below:g}">{values}</text></g>'
