@@ -34,7 +34,7 @@ class Exchange:
         hooks: the reducer's parameters. After parameters are added, :meth:`lay_out` must be called again.
         transfer: how gradients are sent.
         unused: see :class:`~dualtrain.gradients.GradientReducer`.
-        scalars: how many extra scalars are sent behind the last bucket.
+        scalars: how many extra scalars are sent in the last bucket, behind its gradients.
         order: the tree along which gradients are summed; its leaves are shards (parts of the global batch). ``None`` for
             the backend's own order.
 
@@ -139,7 +139,7 @@ class Exchange:
             return
         self._refuse_after_interrupt()
         self.refuse_after_failure()
-        self._leave_memory_of_share_memory()
+        self._leave_moved_memory()
         try:
             self.refusals.leave_layout(self._backend, self.schedule.buckets, self.schedule.next, cpu_waits)
         except Exception:
@@ -170,7 +170,7 @@ class Exchange:
         assert self._backend is not None
         schedule = self.schedule
         if not schedule.next:
-            self._leave_memory_of_share_memory()
+            self._leave_moved_memory()
         self._refuse_after_interrupt()
         bucket = schedule.take_next()
         try:
@@ -200,8 +200,8 @@ class Exchange:
         if sent and self.schedule.buckets[sent - 1].work is None:
             self.wait()  # raises BackendError
 
-    def _leave_memory_of_share_memory(self) -> None:
-        """Leave gradients that ``share_memory_()`` has moved out of their buckets where they are.
+    def _leave_moved_memory(self) -> None:
+        """If ``share_memory_()`` has moved gradients to memory outside of their buckets, leave that memory to the program.
 
         Call this before any bucket is packed: ``pack`` compares addresses of gradients with those of all buckets.
         """
@@ -221,7 +221,7 @@ class Exchange:
         """
         self._load_extra(scalars)
         self.refusals.clear_flag()
-        self._leave_memory_of_share_memory()
+        self._leave_moved_memory()
         separate_gradients(self.slots)
         for bucket in self.schedule.buckets:
             bucket.add_shard()

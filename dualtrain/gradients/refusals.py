@@ -44,8 +44,8 @@ class Refusals:
 
     Each rank sends a flag in the last bucket:
 
-    - NaN if it has a reason to refuse. Also NaN if it averages its gradients only in an optimizer's step; but not with
-      gradients on a GPU, unless the CPU waits for the exchange.
+    - NaN if it has a reason to refuse. Also NaN if it averages its gradients only in an optimizer's step (with
+      gradients on a GPU, only if the CPU waits for the exchange).
     - Otherwise infinity after an odd number of optimizer steps, and minus infinity after an even number.
 
     The sum of the flags is NaN if a rank has sent NaN, or if the number of steps is odd on some ranks and even on others:
@@ -82,15 +82,15 @@ class Refusals:
         self._forms = Forms([])
         #: The optimizer's parameters, by group, at the last check that found only known parameters and copies.
         self._in_groups: list[list[torch.Tensor]] = []
-        #: Parameters without a hook of this reducer, by id, that had no nonzero gradient when they were found in a group.
+        #: Parameters that are not in ``hooks.known``, by id. They had no nonzero gradient when they were found in a group.
         self._copies: dict[int, torch.Tensor] = {}
         self._trained_copies: set[int] = set()  # ids of the copies for which backward has computed a gradient since then
         #: (module id, key) → attribute with a new parameter or module, and the name of a replaced parameter.
         self._replaced: dict[tuple[int, str], tuple[ModuleAttribute, str]] = {}
         self.flag = torch.zeros(1, device="cpu")
         self._late: LateFlag | None = None
-        #: The ranks' states in this round, after the ranks have compared them. After an interrupt such as Ctrl-C, a rank
-        #: calls ``flagged`` again, but the other ranks may have ended the round.
+        #: The ranks' states in this round, kept once the ranks have compared them. After an interrupt such as Ctrl-C, a
+        #: rank calls ``flagged`` again, but the other ranks may have ended the round, and then do not compare again.
         self._states: list[int] | None = None
 
     def record_parameters(self, named: Named) -> None:
@@ -177,7 +177,7 @@ class Refusals:
         return None
 
     def _is_copy(self, p: torch.Tensor) -> bool:
-        """Return whether ``p``, which has no hook of this reducer, is allowed: backward has computed no gradient for it."""
+        """Return whether ``p``, which is not in ``hooks.known``, is allowed: backward has computed no gradient for it."""
         if not self.allows_copies:
             return False
         if id(p) not in self._copies:
@@ -189,7 +189,7 @@ class Refusals:
         return id(p) not in self._trained_copies
 
     def check_groups(self, backend: Backend) -> None:
-        """Raise BackendError, on this rank, if the optimizer has gradients that were not averaged."""
+        """Raise BackendError, on this rank, if backward does not average the gradient of a parameter in the optimizer."""
         reason = self._lost_reason() or self._unknown_reason()
         if reason is not None:
             raise BackendError(f"rank {backend.job_rank}: {reason}")
@@ -210,8 +210,8 @@ class Refusals:
     def flagged(self, backend: Backend, buckets: Sequence[Bucket], cpu_waits: bool) -> bool:
         """Return, on every rank, whether the ranks must refuse the exchange that has ended. Also sets ``ranks_in_step``.
 
-        They must if a rank has a reason, or if their numbers of steps differ: see :class:`Refusals`. Collective, and
-        blocks, if the sum of the flags is NaN or some ranks have no shards.
+        They must if a rank has a reason, or if their number of steps is odd on some ranks and even on others: see
+        :class:`Refusals`. Collective, and blocks, if the sum of the flags is NaN or some ranks have no shards.
         With gradients on a GPU, the CPU reads the flag only if it waits for the exchange anyway. If it does not, and all
         ranks have shards, a refusal raises BackendError instead: at once on the rank that has the reason, one step later
         on the others.

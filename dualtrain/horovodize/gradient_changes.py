@@ -15,8 +15,8 @@ CLIPS = ("clip_grad_norm", "clip_grad_norm_", "clip_grad_value_")
 #: Methods that change a tensor. Zeroing does not count: scripts zero all gradients before backward, and may zero the
 #: gradients of frozen parameters.
 _METHODS = ("add_", "clamp_", "clamp_max_", "clamp_min_", "clip_", "div_", "mul_", "nan_to_num_", "sub_")
-#: More methods that change a tensor. :func:`is_change` leaves them out, because scripts also call them on gradients with
-#: values that are averaged already.
+#: More methods that change a tensor. :func:`is_change` leaves them out, because scripts also use them to write
+#: averaged values into gradients.
 _MORE_METHODS = ("addcdiv_", "addcmul_", "copy_")
 #: Names of functions that run backward passes or steps, and so may average gradients.
 _PASSES = re.compile(r"backward|^step$")
@@ -87,7 +87,7 @@ def changing_functions(source: Source) -> set[str]:
     """Return the names of the program's functions that change or clip gradients and do not average them.
 
     Leave out methods, names that a file defines several times or also assigns, names in ``CLIPS``, and changes that are
-    made only without Horovod.
+    made only without Horovod or with one rank.
     """
     return {name for file in source.files for name in file.once(_changing_functions_of)}
 

@@ -26,8 +26,8 @@ PREDIVIDED = "gradient_predivide_factor is ignored for parameters in groups"
 
 #: Optimizers that count steps in their state, although their updates do not depend on the count.
 _COUNTER_UNUSED = (torch.optim.Adadelta, torch.optim.RMSprop)
-#: Attributes that are not compared. ``without_state`` compares the state itself, keeps the parameter groups, and drops the
-#: defaults. The other attributes are private in torch 2.5 to 2.15, which uses them for warnings only.
+#: Attributes that :func:`_attributes` leaves out. ``without_state`` compares ``state`` separately, keeps the parameter
+#: groups, and drops the defaults. The other attributes are private in torch 2.5 to 2.15, which uses them for warnings only.
 _NOT_COMPARED = {"state", "param_groups", "defaults", "_opt_called", "_step_count", "_warned_capturable_if_run_uncaptured"}
 _LIBRARY_FOLDERS = tuple(str(folder) + os.sep for folder in (Path(__file__).parents[1], Path(torch.__file__).parent))
 _reproduced: dict[tuple[str, str, int], None] = {}

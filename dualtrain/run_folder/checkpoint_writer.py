@@ -41,7 +41,7 @@ class Writer:
     Args:
         folder: the run's folder.
         kept: how many checkpoints are kept, not counting the best.
-        report: called by the thread that writes, with a message if files could not be written or removed.
+        report: called with a message if files could not be written or removed, usually in the thread that writes.
         timeout: seconds that :meth:`wait` waits for a write before it raises.
         lock: the folder's lock; after another process has taken the folder, nothing is written there.
     """

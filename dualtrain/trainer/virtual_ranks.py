@@ -54,8 +54,8 @@ class VirtualRanks:
         backend: communicates with the other ranks.
 
     Raises:
-        ValueError: ``shards`` is below 1; or the model has SyncBatchNorm layers, and they were not made by
-            ``synchronize_norms()``, or the number of ranks is not ``shards``.
+        ValueError: ``shards`` is below 1; or the model has SyncBatchNorm layers, and either they were not made by
+            ``synchronize_norms()`` or the number of ranks is not ``shards``.
     """
 
     def __init__(self, shards: int, seed: int, model: nn.Module, loss: nn.Module | None, backend: Backend) -> None:

@@ -1,4 +1,4 @@
-"""The name of a job: restarts of the job resume without a flag, and a different job cannot use the job's folder."""
+"""The name of a job: restarts of the job resume without a flag, and other jobs need ``--resume`` to use its folder."""
 
 from __future__ import annotations
 
@@ -168,7 +168,8 @@ def test_the_store_of_torchruns_agent_keeps_the_jobs_name(tmp_path):
         job_of(detect_world(other), 0.2)
 
 
-#: Program that trains. A rank that finds no file ``died`` after the first epoch kills itself; rank 0 first makes the file.
+#: Program that trains. After the first epoch, if there is no file ``died``, rank 0 makes it and kills itself. Other ranks
+#: kill themselves too, unless they find the file.
 PROGRAM = """
 import os, signal, sys
 import dualtrain.training.loop as loop

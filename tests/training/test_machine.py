@@ -123,7 +123,8 @@ MISSING = object()
 def refused(folder: Path, run_settings: dict[str, Any], checkpoint_settings: dict[str, Any]) -> str:
     """Return the error of a run that resumes from a checkpoint; "" if there is none.
 
-    Both have the settings ``PLAIN`` with the given changes. The value ``MISSING`` removes a setting from the checkpoint.
+    The run and the checkpoint have the settings ``PLAIN`` with the given changes. The value ``MISSING`` removes a setting
+    from the checkpoint.
     """
     config = {name: value for name, value in {**PLAIN, **checkpoint_settings}.items() if value is not MISSING}
     tree = {"format": checkpoint.FORMAT, "trainer": {}, "cursor": {}, "data": {"samples": 1, "classes": 1}}

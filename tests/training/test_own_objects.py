@@ -68,7 +68,7 @@ def test_trainer_step_accepts_a_single_batch_instead_of_a_list():
             assert trainer.step([pair], len(targets)).totals[1] == len(targets)
         with pytest.raises(TypeError, match="is given a tensor"):
             trainer.step(inputs, 4)
-        # Two samples: each of these tensors could be unpacked into two rows.
+        # Each slice has two samples, so it could be unpacked like a pair.
         for one in ((inputs[:2], targets[:2], targets[:2]), [inputs[:2]], [(inputs, targets, targets)], [{"x": 1, "y": 2}]):
             with pytest.raises(TypeError, match=r"step\(\) is given a \w+( of 3)? in place of a batch"):
                 trainer.step(one, 4)

@@ -89,7 +89,7 @@ def with_state(optimizer: torch.optim.Optimizer, value: float) -> torch.optim.Op
 
 
 def given(model: nn.Module | None = None, optimizer: Any = None, schedule: Any = None, **options: Any) -> dict[str, Any]:
-    """Return a trainer's arguments. ``optimizer(model)`` and ``schedule(optimizer)`` make two of them."""
+    """Return a trainer's arguments. ``optimizer(model)`` makes the optimizer, ``schedule(optimizer)`` the schedule."""
     model = model or net()
     optimizer = optimizer(model) if optimizer else SGD(model.parameters(), 0.1)
     return {"model": model, "optimizer": optimizer, "schedule": schedule and schedule(optimizer), **options}

@@ -116,7 +116,7 @@ def _can_synchronize(source: Source, step: Event) -> bool:
 
 
 def _passed_optimizers(source: Source, step: Event) -> list[ast.expr]:
-    """Return what the program passes for the optimizer of ``step`` if it is a parameter; else an empty list."""
+    """Return what callers pass for the optimizer of ``step`` if it is a parameter of a function; else an empty list."""
     function = source.scope(step.node)
     if not isinstance(function, Function) or not isinstance(step.owner, ast.Name):
         return []
