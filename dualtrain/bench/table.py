@@ -121,7 +121,10 @@ def _verdicts(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def answer(results: Results, rows: Sequence[Row]) -> str:
-    """Return the line that says whether to move from Horovod to torch and how much faster torch is, or why this is open."""
+    """Return the line that says whether to move from Horovod to torch, and how much faster torch is.
+
+    If there is no answer, the line says why.
+    """
     question = "Should we move from Horovod to torch? "
     ours = max(("shm", "native"), key=results.count)  # the transport that ran in more rounds
     most = max(map(results.count, ("hvd-gloo", "hvd-mpi")))

@@ -36,7 +36,7 @@ from dualtrain.drill.exercise import Exercise, Report
 from dualtrain.errors import UserError
 from dualtrain.launchers import refuse_launcher
 
-_DRILL_FLAGS = ("--run-dir", "--resume", "--max-restarts")  # flags of dualtrain train that the drill sets itself
+_SET_BY_DRILL = ("--run-dir", "--resume", "--max-restarts")  # flags of dualtrain train that the user may not give
 
 
 def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[str], bool]:
@@ -69,7 +69,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     given, flags = parser.parse_known_args(arguments)
     for flag in flags:
-        if flag.partition("=")[0] in _DRILL_FLAGS:
+        if flag.partition("=")[0] in _SET_BY_DRILL:
             cure = "use --out for the folder of both runs" if flag.startswith("--run-dir") else "leave it out"
             raise UserError(f"{flag.partition('=')[0]} is set by the drill: {cure}")
     flags += ["--seed", str(given.seed)]

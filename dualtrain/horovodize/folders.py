@@ -70,10 +70,10 @@ def find_sources(names: Sequence[str]) -> Found:
 
 
 def _python_files(folder: str, unreadable: list[str]) -> Iterator[str]:
-    """Yield the Python files below ``folder`` in order, except in hidden folders, virtual environments and ``_LEFT_OUT``.
+    """Yield the Python files below ``folder``, except in hidden folders, virtual environments and ``_LEFT_OUT``.
 
-    Folders that cannot be read are added to ``unreadable``. The folder that is being read is printed to standard error,
-    at most every ``_PROGRESS_PERIOD`` seconds.
+    A folder's files come before those in its subfolders; both are sorted by name. Folders that cannot be read are added to
+    ``unreadable``. The folder that is being read is printed to standard error, at most every ``_PROGRESS_PERIOD`` seconds.
 
     Raises:
         UserError: after the last folder, if there was no such file.
@@ -83,7 +83,7 @@ def _python_files(folder: str, unreadable: list[str]) -> Iterator[str]:
         kept = [name for name in folders if not name.startswith(".") and name not in _LEFT_OUT]
         folders[:] = sorted(name for name in kept if not os.path.exists(os.path.join(path, name, "pyvenv.cfg")))
         names = (os.path.join(path, name) for name in sorted(files) if name.endswith(".py"))
-        for name in (None, *names):
+        for name in (None, *names):  # None: a folder without Python files shows progress too
             if time.monotonic() - shown > _PROGRESS_PERIOD:
                 shown = time.monotonic()
                 show(f"reading {path}", sys.stderr)

@@ -30,9 +30,9 @@ class ChannelReducer(HorovodReducer):
 
     As on Horovod, and unlike with :class:`~dualtrain.gradients.GradientReducer`, backward never waits for another rank.
     So the number and the order of backward passes may differ between ranks. Every step has one exchange (the communication
-    that combines the gradients over the ranks), or two if parameters were added before it. Before the first exchange, and
-    again after parameters were added, each rank requests the channel from rank 0. The request describes the rank's
-    parameters and options, and lists its sparse gradients. Rank 0 compares the parameters and options. Unless
+    that combines the gradients over the ranks), or two if parameters were added since the last step. Before the first
+    exchange, and again after parameters were added, each rank requests the channel from rank 0. The request describes the
+    rank's parameters and options, and lists its sparse gradients. Rank 0 compares the parameters and options. Unless
     ``sparse_as_dense`` is set, all ranks send a gradient as a sparse gradient if it is sparse on any rank.
 
     Args:
@@ -46,7 +46,7 @@ class ChannelReducer(HorovodReducer):
         exchanges: number of exchanges that this rank has begun in this world, including those in which it contributed zeros
             after ``join``.
         announced: indices (from 1) of the exchanges during which this rank knew that a rank had called ``join``; emptied
-            when the averages of such an exchange are corrected.
+            after the sums of such an exchange have arrived, and in a new world.
 
     Raises:
         ValueError: the backend cannot send the transfer's dtype, or a parameter's gradient cannot be averaged.

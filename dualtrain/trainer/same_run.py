@@ -52,7 +52,7 @@ _CURES = {
 _SAMPLES = 16  # largest number of samples of each split that are compared
 _UNREADABLE = "unreadable"  # takes the place of a checksum if a sample cannot be read; the reason follows
 _SECONDS = 5.0  # after this time, no further sample is read for the comparison
-#: Number of samples that are read again only for a warning. It is small, so that this reading hardly ever lasts
+#: Number of samples that ``_warn_if_random`` reads again. It is small, so that this reading hardly ever takes
 #: ``_SECONDS``. Each reading advances the random generator of a dataset that has one: if the number of samples depended on
 #: time, two equal runs would get different samples.
 _SAMPLES_READ_AGAIN = 8

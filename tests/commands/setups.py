@@ -23,7 +23,7 @@ SECONDS = 60.0
 # checks of torch and of Horovod, it prints the files "torch" and "horovod". The real Python runs everything else. Each
 # program given with -c runs only once: later calls print the kept output (see ONCE). When pip builds Horovod's wheel,
 # pip's environment variables are written to the file "build". pip also copies the file given by --constraint to
-# "constraints", and the folder "toolkit" into the folder for a package of nvcc.
+# "constraints". When pip installs a package of nvcc, it copies the folder "toolkit" into the folder given by --target.
 PYTHON = """#!/bin/bash
 here={folder}
 {once}

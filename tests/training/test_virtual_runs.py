@@ -80,7 +80,7 @@ def train(backend, flags, stop_after=None):
 
 
 def result(folder):
-    """Return a run's metrics without times and speeds, part of its summary, and the hash of the trainer it saved last."""
+    """Return a run's metrics without times and speeds, part of its summary, and a hash of its last checkpoint's trainer."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
     records = [{k: v for k, v in line.items() if k not in ("samples_per_second", "time")} for line in lines]

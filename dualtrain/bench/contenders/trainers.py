@@ -14,7 +14,9 @@ from dualtrain.bench.workloads import Task
 
 
 class WithTrainer(Ours):
-    """Steps of the trainer with PARTS batches per rank: one for each virtual rank, or all accumulated.
+    """Steps of the trainer, with PARTS batches per rank and step.
+
+    With virtual ranks, each of the rank's virtual ranks has one of these batches. Without, their gradients are accumulated.
 
     Args:
         option: "BACKEND/TRANSPORT/virtual/PARTS" with virtual ranks, "BACKEND/TRANSPORT//PARTS" without. If PARTS is left
