@@ -77,7 +77,10 @@ class Room:
 
 
 class _ThreadsWatch(Watch):
-    """A watch without sockets: to report a failure, a thread calls the other threads' watches; for a wait, all watches."""
+    """A watch without sockets: it passes its reports directly to the watches of the other threads.
+
+    It also records its own reports of operations that its rank waits for.
+    """
 
     def __init__(self, backend: Backend, room: Room) -> None:
         self.room = room

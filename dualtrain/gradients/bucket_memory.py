@@ -56,6 +56,7 @@ class BucketMemory:
     ) -> None:
         self.slots, self._layout, self._backend, self._numel = slots, layout, backend, wire_format.numel
         self.converts = wire_format.converts
+        # On a GPU, it is faster to copy all gradients of a bucket in one call.
         self._copies_early = copies_early and wire_format.is_cpu
         self.keeps_views = False
         self._may_write = True  # false from ``end_round`` until ``leave_views`` has returned
@@ -82,7 +83,6 @@ class BucketMemory:
         self.exposed = ExposedTensors(_as_gradients(self.values, self._layout))
         exposed = self.split(self.exposed.whole)
         for slot, view, tensor in zip(self.slots, self.views, exposed, strict=True):
-            # On a GPU, it is faster to copy all gradients of a bucket in one call.
             early = self._copies_early and not self.keeps_views and view.nbytes >= LARGE_BYTES
             slot.place(view, tensor, copies_early=early)
         self.exposed.watch(self.slots)
@@ -158,7 +158,7 @@ class BucketMemory:
         return any(low <= address < high for low, high in self.ranges)
 
     def slots_inside(self) -> list[Slot]:
-        """Return this bucket's slots whose gradients lie in any bucket now. A sum would replace these gradients."""
+        """Return this bucket's slots whose gradients lie in a bucket of ``group``. A sum would replace these gradients."""
         grads = [(slot, slot.param.grad) for slot in self.slots]
         return [
             slot

@@ -82,7 +82,7 @@ def averaging_functions(source: Source) -> set[str]:
 def synchronizing_functions(file: Source) -> set[str]:
     """Return the names of the functions and methods of one file that, judging by the names they call, average gradients.
 
-    Functions that call such functions count too. Calls of functions in ``LIBRARIES`` do not count.
+    Functions that call such functions count too. Calls of functions in ``LIBRARIES``, even of collectives, do not count.
     """
     calls = (call for call in file.calls if averages_in_step(last_name(call.func)))
     scopes = {file.scope(call) for call in calls if not file.name(call.func).startswith(LIBRARIES)}

@@ -191,7 +191,7 @@ def defective(backend, titles, compat_mode):
     return results
 
 
-#: Results in the torch world, for the comparison in the Horovod world: "torch" in compat mode, "plain" without it.
+#: Results in the torch world, for the comparison in the Horovod world. Key "torch": with compat mode; "plain": without it.
 RESULTS = {}
 
 

@@ -31,7 +31,7 @@ def make_trainer(backend, model: nn.Module | None = None, **options) -> Trainer:
 
 
 def refused(size: int, body, words: str) -> None:
-    """Check that ``body`` is refused with the same ``words`` on all ranks."""
+    """Check that all ranks refuse ``body`` with the same message, which matches ``words``."""
 
     def member(backend) -> str:
         with pytest.raises(RanksDifferError, match=words) as error:

@@ -67,7 +67,7 @@ class Reduction(Work[None]):
         self.tensor = tensor
         self.region = region
         self.short = tree is None and memory.is_short(tensor)
-        self.values: list[torch.Tensor] = []  # for a short tensor, the slots of all ranks
+        self.values: list[torch.Tensor] = []  # for a short tensor, its values on each rank, in shared memory
         self.posted = False  # whether this rank has posted "ready" for the whole tensor
         self.op, self.name = op, name
         self.factor = factor
@@ -127,7 +127,8 @@ class Reduction(Work[None]):
 def _description(op: ReduceOp, name: str, dtype: torch.dtype, numel: int, staged: bool) -> tuple[str, bytes]:
     """Return a description of an operation, and its tag.
 
-    The tag is a hash, followed by the beginning of a longer description. Ranks in the same operation compute the same tag.
+    The tag is a hash, then the description with dtype and size, cut or padded to ``TAG_BYTES``. Ranks in the same
+    operation compute the same tag.
     """
     what = f"{op.value} of {name!r}"
     text = f"{what} ({str(dtype).removeprefix('torch.')}, {numel})"

@@ -27,8 +27,9 @@ _REASON_BYTES = 128
 
 
 class UnsharedError(Exception):
-    """Shared memory cannot be used: a host's ranks cannot map it, too little was reserved, or rank counts are unequal.
+    """Shared memory cannot be used.
 
+    A rank cannot map it, too little memory was reserved for the buffers, or the hosts do not have equally many ranks.
     Raised on every rank, with the same reason.
     """
 

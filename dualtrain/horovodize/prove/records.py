@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-_WARM_UP_DIVISOR = 5  # the speed leaves out the first 1/5 of the steps, but at least one step
+_WARM_UP_DIVISOR = 5  # the speed leaves out the first 1/5 of the steps, and always the first step
 
 
 class Summary(NamedTuple):
