@@ -23,7 +23,7 @@ class Estimate:
         value: the median.
         low: the lower end of the interval.
         high: the upper end of the interval.
-        pairs: number of values: one per round in which the contender, or both compared contenders, ran.
+        pairs: number of values. Each round in which the contender, or both compared contenders, ran gives one value.
         level: probability that such an interval contains the true median, whatever the distribution of the values.
     """
 
@@ -35,21 +35,21 @@ class Estimate:
 
 
 def estimate(values: Sequence[float]) -> Estimate:
-    """Return the median of ``values``, one per round, and the narrowest order-statistic interval of at least ``LEVEL``.
+    """Return the median of ``values``, one per round, and the narrowest order-statistic interval with a level ≥ ``LEVEL``.
 
     The interval is from the k-th smallest to the k-th largest value. With fewer than seven values, it is from the smallest
-    to the largest value, and its level is lower.
+    to the largest value, and its level is lower than ``LEVEL``.
     """
     ordered, count = sorted(values), len(values)
-    rank = max([k for k in range(1, (count + 1) // 2 + 1) if level_of(count, k) >= LEVEL], default=1)
-    return Estimate(statistics.median(ordered), ordered[rank - 1], ordered[count - rank], count, level_of(count, rank))
+    k = max([each for each in range(1, (count + 1) // 2 + 1) if level_of(count, each) >= LEVEL], default=1)
+    return Estimate(statistics.median(ordered), ordered[k - 1], ordered[count - k], count, level_of(count, k))
 
 
-def level_of(count: int, rank: int) -> float:
+def level_of(count: int, k: int) -> float:
     """Return the probability that an interval of order statistics contains the true median.
 
-    The interval is from the ``rank``-th smallest to the ``rank``-th largest of ``count`` values. The interval does
-    not contain the true median if fewer than ``rank`` values are below the median, or fewer than ``rank`` are above it.
+    The interval is from the k-th smallest to the k-th largest of ``count`` values. The interval does
+    not contain the true median if fewer than ``k`` values are below the median, or fewer than ``k`` are above it.
     Each value is below the median with probability 1/2, and above it with probability 1/2.
     """
-    return 1 - 2 * sum(math.comb(count, below) for below in range(rank)) / (1 << count)
+    return 1 - 2 * sum(math.comb(count, below) for below in range(k)) / (1 << count)
