@@ -14,13 +14,13 @@ from dualtrain.errors import UserError
 from dualtrain.models.weights import published
 
 SIZE = 224
-# Shorter side of the resized image, divided by the side of the crop, unless --resize is given. Applies to evaluation, and
-# to training with crop-flip or without augmentation.
+# Shorter side of the resized image, divided by the side of the crop, unless --resize or --augment weights is given. Applies
+# to evaluation, and to training with crop-flip or without augmentation.
 MARGIN = 256 / 224
 
 
 def load_image_folder(folder: str | None, options: Options) -> Task:
-    """List the images below ``folder``, and return the task; worker processes read the images.
+    """List the images below ``folder``, and return the task, whose sources read the images later.
 
     Raises:
         UserError: no folder is given, folders or images are missing or cannot be listed, train/ and val/ have different
@@ -59,8 +59,8 @@ def geometries(options: Options) -> tuple[Geometry, Geometry, Transform]:
     """Return the geometry for training, the geometry for evaluation, and the transform of whole batches.
 
     Raises:
-        UserError: the options contradict each other, or torchvision has no weights of ``options.model``, whose transforms
-            they request.
+        UserError: the options contradict each other, or they request the transforms of torchvision's weights of
+            ``options.model``, and there are no such weights.
     """
     augment = options.augment or "imagenet"
     if augment == "weights":

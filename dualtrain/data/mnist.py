@@ -84,7 +84,7 @@ def _download(name: str, kind: Any, folder: str) -> None:
     fetched.root = folder
     try:
         fetched.download()  # training and test part; torchvision checks the hash of each file
-    except Exception as error:  # besides OSError, those of http.client and others
+    except Exception as error:  # OSError, or an error of http.client, for example
         lines = [line for line in str(error).splitlines() if line.strip()]
         reason = lines[-1] if lines else type(error).__name__
         raise UserError(

@@ -55,7 +55,10 @@ def _has_one_reducer(slot: Slot) -> bool:
 
 @torch.no_grad()
 def _bit_sums(slot: Slot) -> list[int]:
-    """Return the sums of the bits of a gradient's parts, as integers. Nearly every change of a gradient changes a sum."""
+    """Return, for each part of a gradient, the sum of its values' bit patterns, each read as an integer.
+
+    Nearly every change of a gradient changes a sum.
+    """
     return [_bit_sum(part) for part in _parts(slot.param.grad)]
 
 

@@ -17,7 +17,7 @@ STEP_KINDS = ("step", "scaled step")
 
 
 class Event(NamedTuple):
-    """A call in a training step, and the name and expression of the wrapped optimizer that it uses, if there is one.
+    """A call in a training step. If it uses a wrapped optimizer, ``optimizer`` is its name, and ``owner`` its expression.
 
     An event of the kind "change" or "update" may also be an assignment to a gradient or a parameter.
     """

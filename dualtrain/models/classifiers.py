@@ -12,7 +12,8 @@ from dualtrain.models.freezing import find_head
 from dualtrain.models.weights import differences, fetch, read_pickled
 from dualtrain.torchvision_shim import torchvision
 
-# No auxiliary heads: with them, outputs in training mode are tuples. No init_weights: it takes minutes.
+# No auxiliary heads: with them, outputs in training mode are tuples. No init_weights: torchvision's
+# own initialization of these models takes about a second.
 _PLAIN = {"aux_logits": False, "init_weights": False}
 _OPTIONS: dict[str, dict[str, Any]] = {"googlenet": _PLAIN, "inception_v3": _PLAIN}
 

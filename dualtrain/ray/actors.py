@@ -109,14 +109,14 @@ class Actors:
         if not ray.is_initialized():
             return  # ray.shutdown() has ended them, and the calls below would start a new Ray
         for worker in workers:
-            with suppress(ray.exceptions.RayError, ValueError):  # an actor of a Ray that was shut down
+            with suppress(ray.exceptions.RayError, ValueError):  # an actor of an earlier Ray, which was shut down
                 ray.kill(worker)
         if group is not None:
             remove_placement_group(group)
 
 
 def require_ray() -> None:
-    """Raise UserError if Ray is not initialized: otherwise, Ray's functions would start a new Ray on this host."""
+    """Raise UserError if Ray is not initialized. Without this check, Ray's functions would start a new Ray on this host."""
     if not ray.is_initialized():
         raise UserError("Ray is not initialized: call ray.init() before start()")
 

@@ -1,4 +1,4 @@
-"""Ranks as tasks of a Spark job: replacements of ``horovod.spark.run`` and of Databricks' ``HorovodRunner``."""
+"""Ranks as tasks of a Spark job: replacements for ``horovod.spark.run`` and Databricks' ``HorovodRunner``."""
 
 try:
     from dualtrain.spark.barrier import run

@@ -91,7 +91,7 @@ class FixedState:
         return [(version, sums.get(number)) for number, version in enumerate(versions)]
 
     def difference(self) -> str | None:
-        """Return a message about the first change since the start of the step; ``None`` if nothing has changed."""
+        """Return a message about one of the changes since the start of the step; ``None`` if nothing has changed."""
         versions, extra, buffers = self._read()
         if versions == self._versions and buffers == self._buffers and all(map(_equals, extra, self._extra)):
             return None

@@ -20,7 +20,7 @@ _GIT_SECONDS = 3.0  # a huge work tree on a slow disk must not delay the start o
 
 
 def origin_of(backend: Backend, folder: Path) -> dict[str, Any]:
-    """Return the origin of a run as a dict, for summary.json; equal on every rank. Collective; blocks.
+    """Return the origin of a run as a dict, for config.json and summary.json; equal on every rank. Collective; blocks.
 
     It has the backend, transport, launcher and world size, each host's number of ranks, the time, and rank 0's device,
     command, commit and versions. ``folder`` is the folder in which the run was started.

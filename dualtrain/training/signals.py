@@ -18,8 +18,8 @@ from dualtrain.errors import StoppedError, UserError
 Handler = Callable[[int, FrameType | None], None]
 #: The signals that save the run and end it. The system sends SIGHUP when the terminal of a run is closed.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-#: The signals that have a control flag of a step, in this order. The first two end the run, the last one only saves a
-#: checkpoint.
+#: The signals for which every step has a control flag, in the order of the flags. The first two end the run, the last one
+#: only saves a checkpoint.
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 #: Index of SIGTERM's flag, which SIGHUP sets too. Rank 0 also sets this flag if another process uses the run's folder.
 STOP = SIGNALS.index(signal.SIGTERM)

@@ -358,7 +358,7 @@ def test_html_in_settings_summary_and_metrics_is_shown_as_text(value, tmp_path):
         assert shown.text.count(value) >= 3
 
 
-def test_values_that_are_missing_or_no_numbers_are_left_out(tmp_path):
+def test_values_that_are_missing_or_not_numbers_are_left_out(tmp_path):
     folder = Path(make(tmp_path / "run", {"steps": 1}))
     odd = [{"kind": "step", "step": 1, "loss": float("nan")}, {"kind": "step", "loss": 1}, {"step": 1}, {"kind": "epoch"}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in odd) + "[1]\n7\n")

@@ -283,7 +283,7 @@ CASES = [
         "class U:\n    def train(self):\n        for e in range(self.start, 9):\n            optimizer.step()",
     ),
     (
-        "loop_by_value_of_some_ranks",  # an attribute; no finding if the program may send its object
+        "loop_by_value_of_some_ranks",  # an attribute; no finding if the program may send the object that has it
         WRAP + "if args.resume and hvd.rank() == 0:\n    args.start = load().get('start')\n    print(args.start)\n"
         "for e in range(args.start, 9):  # HERE\n    optimizer.step()",
         WRAP
@@ -422,7 +422,7 @@ CASES = [
         f"if x:\n    optimizer.load_state_dict(state)\nelse:\n    {WRAP}",
     ),
     (
-        "checkpoint_before_wrapping",  # in a function
+        "checkpoint_before_wrapping",  # a function loads the state
         "def load(model, o):\n    model.load_state_dict(a)\n    o.load_state_dict(b)\n"
         f"load(model, o=optimizer)  # HERE\n{WRAP}",
         "def load(model, o):\n    model.load_state_dict(a)\n    if o:\n        o.load_state_dict(b)\n"
@@ -958,7 +958,7 @@ CASES = [
         WRAP + "model = torch.nn.DataParallel(model, device_ids=list(range(args.gpus)))",
     ),
     (
-        "averaged_twice",  # no finding if DDP and Horovod's optimizer are used in different cases
+        "averaged_twice",  # no finding if DDP and Horovod's optimizer are used in different cases of a match
         WRAP + "model = torch.nn.parallel.DistributedDataParallel(model)  # HERE",
         "match args.backend:\n    case 'horovod':\n        "
         + WRAP
@@ -1178,7 +1178,7 @@ CASES = [
         "lr_scale = hvd.size()\nsteps = args.lr_steps * hvd.size()\nscaled_lr = args.lr\nbuild(scaled_lr)",
     ),
     (
-        "clip_before_synchronize",  # no finding if x is perhaps no parameter, if gradients are zeroed, or after step()
+        "clip_before_synchronize",  # no finding if x may be no parameter, if gradients are zeroed, or after step()
         WRAP + "loss.backward()\nfor p in model.parameters():\n    p.grad.data.clamp_(-1, 1)  # HERE\noptimizer.step()",
         WRAP + "loss.backward()\nx.grad.data.clamp_(-1, 1)\nfor p in model.parameters():\n    p.grad.zero_()\n"
         "optimizer.step()\nfor p in model.parameters():\n    p.grad *= 2",

@@ -8,8 +8,8 @@ from torch import nn
 
 from tests.hvd.worlds import OURS_2, PAIR, library, mean_of_ranks, outcome
 
-#: The first value of ``backward_passes_per_step``, the actions (see ``act``), and the expected change in each step if the
-#: mean of the ranks' factors is 1.
+#: The initial ``backward_passes_per_step``, the actions (see ``act``), and by how much each step decreases the parameters
+#: if the mean of the ranks' factors is 1.
 CHANGES = {
     "after the only pass": (1, "b 2 step zero b b step", [1, 110]),
     "after the last of two passes": (2, "b b 1 step zero b step", [11, 100]),

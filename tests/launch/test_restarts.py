@@ -85,7 +85,7 @@ def test_a_job_of_two_agents_survives_killed_ranks_and_a_killed_agent(folder, tm
         return log.read_text().count(f" on {ranks} × cpu as 2 virtual ranks")
 
     def trains(count: int, ranks: int, earlier_starts: int = 0) -> bool:
-        """Return whether there are ``count`` recoveries or more, and over ``earlier_starts`` starts on ``ranks`` ranks."""
+        """Return whether there are ≥ ``count`` recoveries, and > ``earlier_starts`` starts on ``ranks`` ranks."""
         return len(events(folder, "recovery")) >= count and starts_on(ranks) > earlier_starts
 
     agents = [Agent(is_first, port, folder, log) for is_first in (True, False)]
@@ -98,7 +98,7 @@ def test_a_job_of_two_agents_survives_killed_ranks_and_a_killed_agent(folder, tm
             earlier = starts_on(2)
             os.kill(pids[0], signal.SIGKILL)
             wait(lambda: trains(number + 1, 2, earlier), f"recovery {number + 1}")  # noqa: B023
-        # The rank of a killed agent saves and exits; the other agent's rank continues alone.
+        # The killed agent's rank gets SIGTERM, so both ranks save and exit. Then the other agent starts one rank.
         agents[1].kill()
         wait(lambda: trains(KILLS + 1, 1), "the recovery with one rank")
         earlier = starts_on(2)
