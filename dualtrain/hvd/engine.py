@@ -337,6 +337,10 @@ class Engine:
             self._unexplained = False
             self.down = self._reported(0.5) or self.down
 
+    def failed_peer(self) -> str | None:
+        """Return the text of the report on a failed rank, or ``None`` if no rank has failed. May wait up to 0.5 s."""
+        return self._reported(0.5 if self.down is not None else 0.0)
+
     def _reported(self, seconds: float) -> str | None:
         """Wait up to ``seconds`` for the watch's report on a failed rank; return its text, or ``None`` if there is none."""
         watch = self.backend.watch

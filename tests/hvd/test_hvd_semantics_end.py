@@ -192,6 +192,27 @@ def test_elastic_training_continues_after_a_failure(real):
     real.leave()  # one of the world's exchanges was interrupted
 
 
+def test_elastic_training_does_not_wait_for_a_failed_rank():
+    hvd = ours()
+    with (
+        dualtrain.connect("local", world=World(0, 1, 0, 1, launcher="none")) as backend,
+        mock.patch.object(hvd.elastic, "init", side_effect=AssertionError("waits for the failed rank")),
+    ):
+        hvd.init(comm=backend)
+        state = hvd.elastic.TorchState(batch=0)
+
+        @hvd.elastic.run
+        def train(state):
+            state.batch = 1
+            backend.watch.note(asdict(dualtrain.PeerFailure(1, "died")))
+            hvd.barrier()
+
+        with pytest.raises(hvd.mpi_ops.HorovodInternalError, match=r"rank 1 died\nelastic.run needs all ranks: restart"):
+            train(state)
+        assert state.batch == 0  # the last commit is restored before the error is raised
+        assert not hvd.is_initialized()
+
+
 def traced(backend, folder):
     found = {}
     with library(backend, HOROVOD_TIMELINE=f"{folder}/env.json", HOROVOD_TIMELINE_MARK_CYCLES="1") as hvd:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from dualtrain.hvd.basics import engine, is_initialized
 from dualtrain.hvd.elastic.common import ObjectState, State, run_fn
 from dualtrain.hvd.elastic.sampler import ElasticSampler
 from dualtrain.hvd.elastic.state import TorchState
@@ -34,7 +35,8 @@ def run(func: Callable[P, R]) -> Callable[P, R]:
     After a HorovodInternalError in either call, the state of the last commit or sync is restored; after a
     HostsUpdatedInterrupt the state does not change. In both cases Horovod is shut down and initialized again, the reset
     callbacks run, and then ``state.sync()`` and ``train`` are called again. If hosts were only removed, ``state.sync()`` is
-    skipped. Other exceptions are raised to the caller.
+    skipped. Other exceptions are raised to the caller. If another rank has failed, HorovodInternalError is raised to the
+    caller too, because that rank's process cannot join the world again.
 
     Call no collective between ``init`` and ``train``: a process that joins the job later would call it while the other
     ranks call ``state.sync()``.
@@ -43,5 +45,8 @@ def run(func: Callable[P, R]) -> Callable[P, R]:
 
 
 def _reset() -> None:
+    failed = engine().failed_peer() if is_initialized() else None
     shutdown()
+    if failed is not None:
+        raise HorovodInternalError(f"{failed}\nelastic.run needs all ranks: restart the job (torchrun --max-restarts)")
     init()
