@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Event
 from typing import Any, Protocol
 
 import torch
@@ -147,10 +148,21 @@ class _Loader(DataLoader[Any]):
 
 
 class _Context(ForkServerContext):
-    """Multiprocessing's context for processes of the fork server, with queues of the class ``_Queue``."""
+    """Multiprocessing's context for processes of the fork server, with queues of the class ``_Queue``.
+
+    The constructor makes the first queue and event, and raises OSError if it cannot (/dev/shm may be full). If that failed
+    inside the constructor of DataLoader's iterator, the unfinished iterator's ``__del__`` would print a traceback.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._queues, self._events = [_Queue(ctx=self)], [super().Event()]
 
     def Queue(self, maxsize: int = 0) -> Queue[Any]:  # noqa: N802 - the name in multiprocessing
-        return _Queue(maxsize, ctx=self)
+        return self._queues.pop() if self._queues and not maxsize else _Queue(maxsize, ctx=self)
+
+    def Event(self) -> Event:  # noqa: N802 - the name in multiprocessing
+        return self._events.pop() if self._events else super().Event()
 
 
 class _Queue(Queue):  # type: ignore[type-arg] # not generic at run time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import math
 import os
 import signal
@@ -10,7 +11,8 @@ import subprocess
 import time
 import traceback
 from functools import partial
-from multiprocessing import forkserver
+from itertools import count
+from multiprocessing import forkserver, synchronize
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -521,6 +523,25 @@ def test_the_errors_of_workers_that_cannot_start_or_send_say_what_to_change(monk
     assert "raise the limits of open files" in str(worker_waits.unsent(OSError(24, "Too many open files")))
     with pytest.raises(RuntimeError, match="else"):
         Waits(list, 0.0).bound(partial(_raise, RuntimeError("something else")))
+
+
+@pytest.mark.parametrize("number", [1, 5, 9])  # a queue takes 3 semaphores, an event 5
+def test_a_full_dev_shm_prevents_the_start_of_workers_without_a_traceback(monkeypatch, number):
+    source, unraisable, made = LoaderSource([], 1), [], count(1)
+    make = synchronize.SemLock.__init__
+
+    def fail(*arguments, **options):
+        if next(made) >= number:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        make(*arguments, **options)
+
+    monkeypatch.setattr(synchronize.SemLock, "__init__", fail)
+    monkeypatch.setattr("sys.unraisablehook", lambda error: unraisable.append(error.exc_value))
+    with pytest.raises(UserError, match="make sure that /dev/shm and TMPDIR exist") as error:
+        next(source.stream([Batch(torch.tensor([0]))], CPU))
+    del error
+    gc.collect()
+    assert not unraisable
 
 
 def _raise(error):
