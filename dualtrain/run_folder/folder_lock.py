@@ -128,6 +128,17 @@ class FolderLock:
         if not self.is_mine():
             number = generation.newest(self._folder)
             other = generation.look(self._folder, number) if number else None
+            if (
+                other is not None
+                and other.owner is not None
+                and self._owner is not None
+                and _same(other.owner, self._owner)
+            ):
+                raise SupersededError(
+                    f"{str(self._folder)!r} was replaced by a copy while this process used it: this process ends, and "
+                    "changes nothing in the copy; start again with --resume auto to continue from its newest checkpoint",
+                    transient=True,
+                )
             raise SupersededError(
                 f"{other or 'another process'} took over {str(self._folder)!r}, because this process had not renewed "
                 f"generation {self.generation} for {RENEWALS * RENEW_SECONDS:g} s: this process ends, and changes "
@@ -199,6 +210,13 @@ def in_use(folder: Path, user: object) -> UserError:
     return UserError(
         f"--run-dir {str(folder)!r} is used by {user}: wait for its end, or choose another folder", transient=True
     )
+
+
+def _same(one: Owner | None, other: Owner | None) -> bool:
+    """Return whether two records are of one process and lock: a copy of a generation's file may lack later renewals."""
+    if one is None or other is None:
+        return False
+    return (one.process, one.machine, one.since) == (other.process, other.machine, other.since)
 
 
 def _is_here(seen: Seen) -> bool:

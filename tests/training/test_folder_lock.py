@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -20,7 +21,7 @@ import dualtrain.training.loop as loop
 from dualtrain.errors import UserError
 from dualtrain.run_folder import folder_lock, generation
 from dualtrain.run_folder.checkpoint_writer import Writer
-from dualtrain.run_folder.folder_lock import FolderLock
+from dualtrain.run_folder.folder_lock import FolderLock, SupersededError
 from tests.forked import Forked, wait_until
 from tests.training.runs import content, train_alone
 
@@ -234,3 +235,17 @@ def test_two_paths_of_one_folder_have_one_lock(tmp_path):
         (tmp_path / "link").symlink_to(tmp_path)
         with pytest.raises(UserError):
             FolderLock().take(tmp_path / "link", LIMIT)
+
+
+def test_a_folder_that_was_replaced_by_a_copy_is_named_as_the_cause(tmp_path):
+    lock, folder = FolderLock(), tmp_path / "run"
+    folder.mkdir()
+    lock.take(folder, 1.0)
+    try:
+        shutil.copytree(folder, tmp_path / "copy")
+        folder.rename(tmp_path / "moved")
+        (tmp_path / "copy").rename(folder)
+        with pytest.raises(SupersededError, match="was replaced by a copy while this process used it"):
+            lock.check()
+    finally:
+        lock.release()
