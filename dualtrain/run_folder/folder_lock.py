@@ -128,12 +128,7 @@ class FolderLock:
         if not self.is_mine():
             number = generation.newest(self._folder)
             other = generation.look(self._folder, number) if number else None
-            if (
-                other is not None
-                and other.owner is not None
-                and self._owner is not None
-                and _same(other.owner, self._owner)
-            ):
+            if other is not None and _same(other.owner, self._owner):
                 raise SupersededError(
                     f"{str(self._folder)!r} was replaced by a copy while this process used it: this process ends, and "
                     "changes nothing in the copy; start again with --resume auto to continue from its newest checkpoint",
