@@ -853,6 +853,20 @@ CASES = [
         WRAP + "for x in data:\n    model(x).backward()\n    if hvd.rank() % 2 == 0:\n        optimizer.step()",
     ),
     (
+        "accumulation_without_passes",  # the condition is a negated variable; no finding if N is 1
+        WRAP + "n = 4\nfor i, x in enumerate(data):\n    more = (i + 1) % n != 0\n    model(x).backward()\n"
+        "    if not more:\n        optimizer.step()  # HERE",
+        WRAP + "n = 1\nfor i, x in enumerate(data):\n    more = (i + 1) % n != 0\n    model(x).backward()\n"
+        "    if not more:\n        optimizer.step()",
+    ),
+    (
+        "accumulation_without_passes",  # no finding if the condition is the same in all iterations
+        WRAP + "for i, x in enumerate(data):\n    last = i % 4 == 3\n    model(x).backward()\n"
+        "    if last and training:\n        optimizer.step()  # HERE",
+        WRAP + "last = n % 4 == 3\nfor i, x in enumerate(data):\n    model(x).backward()\n"
+        "    if last and training:\n        optimizer.step()",
+    ),
+    (
         "accumulation_without_passes",  # a function of the script calls backward
         WRAP + "def backward(loss):\n    loss.backward()\nfor x in data:\n    for part in x:\n        backward(part)\n"
         "    optimizer.step()  # HERE",

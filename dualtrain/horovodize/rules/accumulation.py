@@ -50,7 +50,8 @@ def _every_nth(source: Source, events: list[Event], step: Event) -> tuple[ast.ex
             if any(event.kind == "backward" and above in source.above(event.node) for event in events):
                 return None
             loop = next((one for one in source.above(above) if isinstance(one, _LOOP)), None)
-            if loop is None or not _changes_in(loop, modulo.left):
+            passes = source.constant(modulo.right)
+            if loop is None or not _changes_in(loop, modulo.left) or (passes is not None and passes.value == 1):
                 return None
             around = [
                 event for event in events if loop in source.above(event.node) and above not in source.above(event.node)
@@ -81,8 +82,9 @@ def _changes_in(loop: ast.For | ast.While, value: ast.expr) -> bool:
 
 
 def _modulo(source: Source, test: ast.expr) -> ast.BinOp | None:
-    """Return ``i % N`` in ``test``, or in the value of ``test`` if it is a variable."""
-    for node in (node for value in source.possible_values(test) for node in ast.walk(value)):
+    """Return ``i % N`` in ``test``, or in the value of a variable in ``test``."""
+    parts = (part for part in ast.walk(test) if isinstance(part, ast.expr))
+    for node in (node for part in parts for value in source.possible_values(part) for node in ast.walk(value)):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and not isinstance(node.left, ast.Constant):
             return node
     return None
