@@ -1005,6 +1005,12 @@ CASES = [
         "with FileLock('y'):\n    data = datasets.MNIST('x', download=True)\nother = datasets.MNIST('x', download=False)",
     ),
     (
+        "downloaded_by_all_ranks",  # a variable holds the class
+        "from torchvision import datasets\nhvd.init()\n" + WRAP + "kind = datasets.CIFAR10\n"
+        "data = kind('x', download=True)  # HERE",
+        "from torchvision import datasets\nhvd.init()\n" + WRAP + "kind = Own\ndata = kind('x', download=True)",
+    ),
+    (
         "downloaded_by_all_ranks",
         "from torchvision import datasets\nhvd.init()\n" + WRAP + "if args.data:\n"
         "    data = datasets.MNIST('x', download=True)  # HERE",

@@ -301,7 +301,9 @@ def _callers(source: Source, node: ast.AST) -> list[ast.Call]:
 
 
 def _downloads(source: Source, call: ast.Call) -> bool:
-    return is_bool(argument_at(call, 4, "download"), True) and source.name(call.func).startswith("torchvision.datasets.")
+    names = (source.name(value) for value in source.possible_values(call.func))
+    is_torchvision = any(name.startswith("torchvision.datasets.") for name in names)
+    return is_torchvision and is_bool(argument_at(call, 4, "download"), True)
 
 
 def _is_locked(source: Source, call: ast.Call) -> bool:
