@@ -146,7 +146,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise UserError."""
-        raise UserError(f"{message}; see {self.prog} --help")
+        one_line = message.replace("\n", r"\n")  # a newline in an argument
+        raise UserError(f"{one_line}; see {self.prog} --help")
 
 
 #: How the command was started, if not as ``python -m dualtrain.NAME``; ``dualtrain.__main__`` sets it.

@@ -157,6 +157,11 @@ def test_an_object_that_the_program_assigned_to_sys_stdin_is_kept():
     assert subprocess.run(command, cwd=ROOT, timeout=60, check=True, capture_output=True).stdout == b"kept\n"
 
 
+def test_an_unknown_argument_with_a_newline_is_refused_in_one_line(capsys):
+    assert main.main(["--early-=a\nb"]) == 2
+    assert capsys.readouterr().err.startswith(r"dualtrain: error: unrecognized arguments: --early-=a\nb (did you mean")
+
+
 @pytest.mark.parametrize("module", ["dualtrain", "dualtrain.main"])
 def test_a_run_without_standard_streams_trains(tmp_path, module):
     train = [*(["train"] if module == "dualtrain" else []), "--max-steps", "1", "--run-dir", str(tmp_path / "run")]
