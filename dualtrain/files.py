@@ -29,7 +29,7 @@ _KINDS = {
 #: user may not be allowed to read the folder.
 _UNSYNCHRONIZED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM)
 _BAD_PATHS = (
-    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL),
     *(errno.EACCES, errno.EPERM, errno.EROFS),
 )
 _TEMPORARY = re.compile(r"\.(?P<name>.+?)(\.[0-9a-f]{16})?\.tmp")
@@ -186,6 +186,21 @@ def replacing(path: Path, check: Callable[[], None] = _allow) -> Iterator[Binary
         temporary.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+def write_named(path: Path, data: bytes) -> None:
+    """Make or replace a file that the user names; see :func:`write_whole`.
+
+    Raises:
+        OSError: the file cannot be written; or ``path`` is a device, FIFO or socket, or a link to one. As root, a program
+            that replaced ``/dev/null`` by a file would damage the system.
+    """
+
+    def check() -> None:
+        with suppress(FileNotFoundError):
+            check_regular(path)
+
+    write_whole(path, data, check)
 
 
 def write_whole(path: Path, data: bytes, check: Callable[[], None] = _allow) -> None:

@@ -38,6 +38,19 @@ def test_writing_to_a_link_replaces_the_link_and_keeps_its_target(tmp_path):
     assert ((tmp_path / "out").read_text(), precious.read_text()) == ("ours", "mine")
 
 
+def test_a_named_path_of_a_fifo_is_refused_and_kept(tmp_path):
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "link").symlink_to("fifo")
+    for name in ("fifo", "link"):
+        with pytest.raises(OSError, match="a FIFO, not a regular file"):
+            files.write_named(tmp_path / name, b"ours")
+    assert (tmp_path / "fifo").is_fifo()
+    assert (tmp_path / "link").is_symlink()
+    for _ in range(2):  # a new file, and its replacement
+        files.write_named(tmp_path / "new", b"ours")
+    assert sorted(os.listdir(tmp_path)) == ["fifo", "link", "new"]
+
+
 def test_content_is_synced_before_the_rename_and_the_folder_after_it(tmp_path, monkeypatch):
     order = []
     fsync, replace = os.fsync, files.Path.replace

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from dualtrain.console import given_path, parser_of, print_error, show, whole
 from dualtrain.errors import UserError
-from dualtrain.files import write_whole
+from dualtrain.files import write_named
 from dualtrain.report.report_page import page
 from dualtrain.report.runs import read_runs
 from dualtrain.report.watch import server_of
@@ -29,7 +29,7 @@ def _write(folders: Sequence[str], out: str | None) -> Path:
         raise UserError(f"--out {str(target)!r} must end in .html: the report is a web page")
     content = page(runs).encode()
     try:
-        write_whole(target, content)
+        write_named(target, content)
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise UserError(f"{str(target)!r} cannot be written ({reason}): name another file with --out") from error

@@ -24,7 +24,7 @@ import torch
 
 from dualtrain.backends.wire import as_bytes
 from dualtrain.errors import BackendError, UserError, is_disk_or_network_error, lacks_memory, one_line
-from dualtrain.files import aside_of, link_whole, names_in, parse_json, readable_path, write_whole
+from dualtrain.files import aside_of, link_whole, names_in, parse_json, readable_path, write_named, write_whole
 from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.run_folder.structure import NoTensors, flatten, rebuild
 
@@ -69,7 +69,7 @@ class Packed:
         """
         header = {"structure": self._structure, "sha256": _digest(self._structure, self._tensors)}
         if lock is None:
-            write_whole(path, safetensors.torch.save(self._tensors, metadata=header))
+            write_named(path, safetensors.torch.save(self._tensors, metadata=header))
             return
         header["generation"] = str(lock.generation)
         write_whole(path, safetensors.torch.save(self._tensors, metadata=header), lock.check)

@@ -823,6 +823,7 @@ def record(simulated, tmp_path):
         (["--html", "", "{script}"], "--html: the path is empty"),
         (["--against", "", "{script}"], "--against: the path is empty"),
         (["--against", "{record}", "--html", "{tmp}/empty", "{script}"], "it is a folder"),
+        (["--against", "{record}", "--json", "{tmp}/fifo", "{script}"], "it is not a regular file"),
         (["--record", "{tmp}/a", "--against", "{tmp}/b", "{script}"], "give one of them"),
         (["--against", "{tmp}/none", "{script}"], "cannot read the record"),
         (["--against", "{tmp}/empty", "{script}"], "contains no record"),
@@ -838,6 +839,7 @@ def test_refusals_are_one_line(arguments, message, record, tmp_path, capsys):
     script = tmp_path / "script.py"
     script.write_text("")
     (tmp_path / "empty").mkdir()
+    os.mkfifo(tmp_path / "fifo")
     words = [word.format(tmp=tmp_path, script=script, record=record) for word in arguments]
     assert main(["--prove", *words]) == 2
     out, err = capsys.readouterr()

@@ -140,6 +140,8 @@ def _check_file(path: Path) -> None:
         raise UserError(f"cannot write {str(path)!r} (no such folder): check its path")
     if path.is_dir():
         raise UserError(f"cannot write {str(path)!r} (it is a folder): name a file")
+    if path.exists() and not path.is_file():  # don't replace /dev/stdout by a file
+        raise UserError(f"cannot write {str(path)!r} (it is not a regular file): name a file")
     if not os.access(above, os.W_OK | os.X_OK):
         raise UserError(f"cannot write to {str(above)!r}: name a file in another folder")
 
