@@ -138,7 +138,9 @@ def refuse(backend: Primitives, call: Call, problem: Exception) -> NoReturn:
     text = re.sub(r" at 0x[0-9a-f]+", "", one_line(problem))  # the address of an object differs between ranks
     if type(problem) not in _PLAIN or not text:
         text = f"{type(problem).__name__}: {text}" if text else type(problem).__name__
-    agree(backend, replace(call, problem=text))
+    # Inside of a torch.func transform, torch refuses to write into the comparison's buffers. Private in torch 2.5 to 2.15.
+    with torch._C._DisableFuncTorch():
+        agree(backend, replace(call, problem=text))
     raise problem
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -171,6 +172,24 @@ def tangent_on_rank_0(backend):
 @pytest.mark.filterwarnings("ignore:`torch.jit.script. is deprecated")
 def test_a_tangent_on_one_rank_is_refused_on_every_rank():
     run_threads(2, tangent_on_rank_0)
+
+
+def differentiates_in_transforms(backend):
+    x = torch.ones(backend.size, requires_grad=True)
+    for name in functional.__all__:
+        call, rows = partial(getattr(functional, name), backend=backend), torch.ones(3, backend.size)
+        with pytest.raises(ValueError, match=r"inside of a torch\.func transform"):
+            torch.func.grad(lambda x, call=call: call(x).sum())(x.detach())
+        with pytest.raises(ValueError, match=r"inside of a torch\.func transform"):
+            torch.func.vmap(call)(rows)
+        result = call(x)
+        with pytest.raises(ValueError, match="is_grads_batched=True"):
+            torch.autograd.grad(result, x, torch.ones(3, *result.shape), is_grads_batched=True)
+    assert backend.allreduce(torch.ones(1), "sum").item() == backend.size
+
+
+def test_torch_func_transforms_are_refused_on_every_rank(typical):
+    typical(differentiates_in_transforms)
 
 
 def norms_without_samples(backend):
