@@ -42,7 +42,7 @@ def checked_dense(tensor: torch.Tensor) -> torch.Tensor:
 
     Raises:
         TypeError: ``tensor`` is not a torch.Tensor.
-        ValueError: ``tensor`` is sparse, nested or quantized, or is inside of a torch.func transform.
+        ValueError: ``tensor`` is sparse, nested, quantized or a DTensor, or is inside of a torch.func transform.
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"a tensor is needed, not a {type(tensor).__name__}: convert it with torch.as_tensor()")
@@ -53,6 +53,8 @@ def checked_dense(tensor: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"a tensor with the layout {layout} cannot be sent: convert it with to_dense()")
     if tensor.is_quantized:  # its memory lacks the scale, which may differ between ranks
         raise ValueError("a quantized tensor cannot be sent: convert it with dequantize()")
+    if type(tensor) is not torch.Tensor and is_dtensor(tensor):  # its own memory is empty
+        raise ValueError("a DTensor cannot be sent: pass its to_local() or full_tensor()")
     # Private in torch 2.5 to 2.15: there is no public way to find such tensors, which wrap others and have no memory.
     if not torch._C._has_storage(tensor):
         raise ValueError(
@@ -60,6 +62,11 @@ def checked_dense(tensor: torch.Tensor) -> torch.Tensor:
             "the collective outside of the transform, or get the derivative with backward()"
         )
     return tensor
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Return whether ``tensor`` is a DTensor. Does not import its class, which takes time."""
+    return any(cls.__name__ == "DTensor" for cls in type(tensor).__mro__)
 
 
 def checked_writable(tensor: torch.Tensor) -> torch.Tensor:

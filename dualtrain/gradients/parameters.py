@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from dualtrain.backends.wire import is_dtensor
 from dualtrain.torch_versions import grad_dtype
 
 _DTYPE = attrgetter("dtype")
@@ -28,7 +29,7 @@ def check_supported(name: str, p: torch.Tensor) -> None:
     reason = None
     if is_lazy(p):
         reason = "is not initialized: run one batch through the model first"
-    elif any(cls.__name__ == "DTensor" for cls in type(p).__mro__):
+    elif is_dtensor(p):
         reason = "is a DTensor (FSDP2 or tensor parallel): each rank has a different shard, and shards have no average"
     # No public attribute marks FSDP's parameters. Both attributes are private in torch 2.5 to 2.15. FSDP's flat parameters
     # have both; the user's own parameters (use_orig_params=True) have only the second.

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dualtrain import BackendError, DistributedOptimizer, Trainer
+from dualtrain import BackendError, DistributedOptimizer, Trainer, broadcast_parameters
 from dualtrain.backends.local import LocalBackend
 from dualtrain.gradients import GradientReducer
 from dualtrain.gradients.buckets import Bucket
@@ -261,6 +261,11 @@ def test_a_distributed_tensor_is_refused(alone):
         p = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Replicate()], run_check=False))
         with pytest.raises(ValueError, match="parameter 'p' is a DTensor"):
             DistributedOptimizer(torch.optim.SGD([p], 0.1), [("p", p)], backend=alone)
+        for call in alone.allreduce, alone.allgather, alone.broadcast, alone.broadcast_, alone.alltoall:
+            with pytest.raises(ValueError, match=r"a DTensor cannot be sent: pass its to_local\(\) or full_tensor\(\)"):
+                call(p)
+        with pytest.raises(ValueError, match="'p' cannot be broadcast: a DTensor"):
+            broadcast_parameters([("p", p)], alone)
     finally:
         dist.destroy_process_group()
 
