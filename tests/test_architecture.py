@@ -56,7 +56,8 @@ LAYERS = {
         {"meeting_point", "placement", "session"},
     ],
     "backends": [
-        {"compilation", "watch", "objects", "inference", "subnormals", "horovod_start"},
+        {"compilation", "watch", "inference", "dtensor", "subnormals", "horovod_start"},
+        {"objects"},
         {"waits"},
         {"base"},
         {"wire", "serial", "agreement", "sum_order", "ring_order", "call_channel", "shm.semaphores", "shm.short"},

@@ -23,6 +23,7 @@ from typing import Any
 import numpy
 import torch
 
+from dualtrain.backends.dtensor import is_dtensor
 from dualtrain.errors import lacks_memory, one_line
 
 
@@ -50,6 +51,8 @@ class _Pickler(pickle.Pickler):
             return _with_default, (obj.default_factory, dict(obj))
         if type(obj) is collections.deque:
             return collections.deque, (list(obj), obj.maxlen)
+        if isinstance(obj, torch.Tensor) and is_dtensor(obj):  # a receiver would use this rank's shard as its own
+            raise TypeError("it contains a DTensor, of which each rank has another shard: use to_local() or full_tensor()")
         if type(obj) is torch.Tensor and _uses_a_part(obj):
             return obj.detach().clone().requires_grad_(obj.requires_grad).__reduce_ex__(pickle.DEFAULT_PROTOCOL)
         return NotImplemented

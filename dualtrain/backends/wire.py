@@ -23,6 +23,7 @@ from functools import cache
 import torch
 
 from dualtrain.backends.base import REDUCIBLE, ReduceOp
+from dualtrain.backends.dtensor import is_dtensor
 from dualtrain.backends.subnormals import keep_subnormals
 
 _WIDER = {
@@ -62,11 +63,6 @@ def checked_dense(tensor: torch.Tensor) -> torch.Tensor:
             "the collective outside of the transform, or get the derivative with backward()"
         )
     return tensor
-
-
-def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is a DTensor. Does not import its class, which takes time."""
-    return any(cls.__name__ == "DTensor" for cls in type(tensor).__mro__)
 
 
 def checked_writable(tensor: torch.Tensor) -> torch.Tensor:

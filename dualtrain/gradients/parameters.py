@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from dualtrain.backends.wire import is_dtensor
+from dualtrain.backends.dtensor import is_dtensor
 from dualtrain.torch_versions import grad_dtype
 
 _DTYPE = attrgetter("dtype")

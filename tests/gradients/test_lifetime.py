@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dualtrain import BackendError, DistributedOptimizer, Trainer, broadcast_parameters
+from dualtrain import BackendError, DistributedOptimizer, Trainer, broadcast_optimizer_state, broadcast_parameters
 from dualtrain.backends.local import LocalBackend
 from dualtrain.gradients import GradientReducer
 from dualtrain.gradients.buckets import Bucket
@@ -266,6 +266,10 @@ def test_a_distributed_tensor_is_refused(alone):
                 call(p)
         with pytest.raises(ValueError, match="'p' cannot be broadcast: a DTensor"):
             broadcast_parameters([("p", p)], alone)
+        adam = torch.optim.Adam([p])
+        adam.state[p] = {"exp_avg": p.detach()}
+        with pytest.raises(TypeError, match="it contains a DTensor, of which each rank has another shard"):
+            broadcast_optimizer_state(adam, alone)
     finally:
         dist.destroy_process_group()
 
