@@ -66,6 +66,7 @@ class SynchronizedNorm(torch.autograd.Function):
         return out.to(input.dtype), mean_all, var, n
 
     @staticmethod
+    @not_compiled
     def backward(ctx: Any, grad: torch.Tensor, *_: torch.Tensor) -> Any:
         """Return the gradients of the input (from all ranks' samples), weight and bias (from this rank's samples only).
 

@@ -206,6 +206,7 @@ class _Collective(torch.autograd.Function):
         return result[0]
 
     @staticmethod
+    @not_compiled
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         gradient = ctx.backward_of(grad)  # on every rank: it is collective
         return gradient if ctx.tensor_requires_grad else None, None, None, None

@@ -726,6 +726,28 @@ def test_a_compiled_step_with_collectives_gives_the_result_of_a_plain_one():
 
 @pytest.mark.skipif(
     not hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy"),
+    reason=f"torch {torch.__version__} cannot leave functions uncompiled",
+)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("layer", ["functional", "norm"])
+def test_backward_of_collectives_is_not_compiled(layer):
+    graphs = []
+
+    def record(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    with connect("local") as backend:
+        norm = nn.Sequential(nn.BatchNorm1d(4))
+        synchronize_norms(norm, backend)
+        x = vectors(0).requires_grad_()
+        out = norm(x) if layer == "norm" else functional.reducescatter(x, backend)
+        torch.compile(out.sum().backward, backend=record)()
+    assert not graphs
+
+
+@pytest.mark.skipif(
+    not hasattr(torch._C._dynamo.eval_frame, "set_code_exec_strategy"),
     reason=f"torch {torch.__version__} compiles the hooks of gradients too, and then refuses queue_callback",
 )
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
