@@ -41,11 +41,8 @@ def open_regular(path: str | Path) -> BinaryIO:
     Raises:
         OSError: the file cannot be opened, or is not a regular file.
     """
-    try:
-        _check_regular(path, os.stat(path).st_mode)  # before opening: merely opening a device may have an effect
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
-    except ValueError as error:  # a null character in the name
-        raise OSError(errno.EINVAL, str(error), str(path)) from error
+    check_regular(path)  # before opening: merely opening a device may have an effect
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     try:
         _check_regular(path, os.fstat(descriptor).st_mode)
         os.set_blocking(descriptor, True)
@@ -57,7 +54,10 @@ def open_regular(path: str | Path) -> BinaryIO:
 
 def check_regular(path: str | Path) -> None:
     """Raise OSError if ``path`` is not a regular file, without opening it."""
-    _check_regular(path, os.stat(path).st_mode)
+    try:
+        _check_regular(path, os.stat(path).st_mode)
+    except ValueError as error:  # a null character in the name
+        raise OSError(errno.EINVAL, str(error), str(path)) from error
 
 
 def _check_regular(path: str | Path, mode: int) -> None:
@@ -209,8 +209,8 @@ def write_whole(path: Path, data: bytes, check: Callable[[], None] = _allow) -> 
         with replacing(path, check) as file:
             file.write(data)
     except OSError as error:
-        if error.filename is None:  # a write to an open file has failed
-            error.filename = str(path)
+        # Without this, a write to an open file names no file, and others name the temporary file.
+        error.filename, error.filename2 = str(path), None
         raise
 
 

@@ -94,6 +94,22 @@ def test_the_error_of_a_full_disk_names_the_file(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("write", "name", "text"),
+    [
+        (files.write_named, "missing/a", "No such file or directory"),
+        (files.write_named, "a\0b", "embedded null byte"),
+        (files.write_whole, "folder", "Is a directory"),
+    ],
+)
+def test_the_error_of_a_bad_path_names_this_path_and_not_a_temporary_file(tmp_path, write, name, text):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match=text) as caught:
+        write(tmp_path / name, b"1")
+    assert (caught.value.filename, caught.value.filename2) == (str(tmp_path / name), None)
+    assert os.listdir(tmp_path) == ["folder"]
+
+
 def test_a_hard_link_becomes_a_copy_if_links_are_not_supported(tmp_path, monkeypatch):
     (tmp_path / "a").write_bytes(b"content")
 
