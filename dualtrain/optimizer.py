@@ -81,7 +81,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     Raises:
         TypeError: ``optimizer`` is not an optimizer, ``named_parameters`` does not consist of pairs (it is a module or a
-            dict, for example), or ``backend`` is not what ``connect()`` returns.
+            dict, for example), ``backend`` is not what ``connect()`` returns, or ``transfer`` is not a ``Transfer``.
         ValueError: ``named_parameters`` lacks a parameter of the optimizer or has a name twice, the gradient of a parameter
             cannot be averaged, or an option is out of its bounds.
     """

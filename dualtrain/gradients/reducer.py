@@ -12,6 +12,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from operator import index
 
 import torch
 
@@ -78,6 +79,7 @@ class GradientReducer:
         has_local: whether backward has added to gradients since the last exchange or :meth:`renew`.
 
     Raises:
+        TypeError: ``transfer`` is not a ``Transfer``.
         ValueError: an option is out of its bounds, or the gradient of a parameter cannot be averaged.
     """
 
@@ -95,18 +97,16 @@ class GradientReducer:
     ) -> None:
         if unused not in ("zero", "none"):
             raise ValueError(f'unused={unused!r} is not known: choose "zero" or "none"')
+        if not isinstance(transfer, Transfer):
+            raise TypeError(f"transfer is a {type(transfer).__name__}: give a dualtrain.gradients.Transfer")
         if transfer.dtype is not None and transfer.dtype not in backend.narrow:
             raise ValueError(f"the {backend.name} backend does not reduce {transfer.dtype}: compress to float16")
         if order is not None and (transfer.dtype is not None or len(order.ranges) != backend.size):
             raise ValueError(
                 "a fixed order of the sum must fit the backend's size, and gradients must be sent in their own dtype"
             )
-        if passes < 1:
-            raise ValueError(f"backward passes per step must be 1 or more, not {passes}")
-        extra = renamed_option("carry", carry, "extra", extra)
-        if extra < 0:
-            raise ValueError(f"the number of extra scalars must be 0 or more, not {extra}")
-        self.passes = passes
+        self.passes = _count("backward passes per step", passes, least=1)
+        extra = _count("the number of extra scalars", renamed_option("carry", carry, "extra", extra), least=0)
         self.extra = torch.zeros(extra, dtype=torch.float64, device="cpu")
         self.hooks = ParameterHooks()
         self._exchange = Exchange(self.hooks, transfer, unused, extra, order)
@@ -489,3 +489,14 @@ class GradientReducer:
         for dims in self.backend.allgather_object(sparse_dims(self.slots), name="sparse gradients"):
             self._exchange.expect_sparse(dims)
         self._exchange.lay_out(self.backend, self.name)
+
+
+def _count(what: str, value: int, *, least: int) -> int:
+    """Return ``value`` as an int. Raises ValueError if it is not a whole number, or is less than ``least``."""
+    try:
+        count = index(value)  # converts tensors and numpy's integers too
+    except TypeError:
+        raise ValueError(f"{what} must be a whole number, not {value!r}") from None
+    if count < least:
+        raise ValueError(f"{what} must be {least} or more, not {count}")
+    return count
