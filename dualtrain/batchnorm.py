@@ -19,8 +19,10 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from dualtrain.backends import Backend
+from dualtrain.backends.collectives import check_backend
 from dualtrain.backends.compilation import not_compiled
 from dualtrain.backends.sum_order import SumOrder
+from dualtrain.gradients.parameters import check_module
 
 log = logging.getLogger("dualtrain")
 _PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -284,8 +286,11 @@ def synchronize_norms(model: nn.Module, backend: Backend) -> None:
     three at most. ``torch.save`` and ``pickle`` write the new layers as torch's BatchNorm layers.
 
     Raises:
+        TypeError: ``backend`` is not what ``connect()`` returns, or ``model`` is not a module.
         ValueError: ``model`` itself is one of torch's BatchNorm layers.
     """
+    check_backend(backend)
+    check_module(model)
     layers = [
         (name, layer)
         for name, layer in model.named_modules(remove_duplicate=False)

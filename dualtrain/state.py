@@ -15,6 +15,7 @@ from dualtrain.backends.collectives import check_backend
 from dualtrain.backends.comparison import agree_on_list
 from dualtrain.backends.inference import ordinary
 from dualtrain.backends.wire import as_bytes, checked_dense, from_bytes, shares_elements
+from dualtrain.gradients.parameters import check_module, check_optimizer
 
 _CHUNK_BYTES = 25 << 20
 
@@ -68,14 +69,16 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, backend: Backend
     state, it runs a step with zero gradients. In this step, weight decay changes the weights, and Adam counts the step.
 
     Raises:
-        TypeError: ``backend`` is not what ``connect()`` returns; or, on the root, an option is neither a plain value nor a
-            tensor. (In the second case, the other ranks raise BackendError.)
+        TypeError: ``backend`` is not what ``connect()`` returns, or ``optimizer`` is not an optimizer; or, on the root, an
+            option is neither a plain value nor a tensor. (In the last case, the other ranks raise BackendError.)
         ValueError: ``root`` is not a rank; or, on a rank that is not the root, its optimizer has other parameter groups
             than the root's.
-        BackendError: the root's ``state_dict()`` has raised, a rank failed, or the call timed out.
+        BackendError: ``optimizer`` is not an optimizer on some ranks only, the root's ``state_dict()`` has raised, a rank
+            failed, or the call timed out.
     """
     check_backend(backend)
     try:
+        check_optimizer(optimizer)
         state = optimizer.state_dict() if backend.rank == root else None
     except Exception as problem:  # of any type, since the optimizer may be the user's
         backend.refuse("broadcast_object", "optimizer state", problem)
@@ -125,10 +128,10 @@ def average_buffers(model: torch.nn.Module, backend: Backend) -> None:
     so that all ranks have the same model.
 
     Raises:
-        TypeError: ``backend`` is not what ``connect()`` returns.
+        TypeError: ``backend`` is not what ``connect()`` returns, or ``model`` is not a module.
         ValueError: a floating-point buffer is sparse or nested.
-        BackendError: the names or shapes of the ranks' buffers differ, a buffer is sparse or nested on some ranks only, a
-            rank failed, or the call timed out.
+        BackendError: the names or shapes of the ranks' buffers differ, the call is invalid on some ranks only, a rank
+            failed, or the call timed out.
     """
     check_backend(backend)
     _average_buffers(_compared_buffers(model, backend), backend)
@@ -143,6 +146,7 @@ def _compared_buffers(model: torch.nn.Module, backend: Backend) -> list[tuple[st
         Exception: on every rank, the reason why no rank's buffers can be sent, such as ValueError for a sparse buffer.
     """
     try:
+        check_module(model)
         found = sorted(local_buffers(model), key=itemgetter(0))
         described = [f"{name} {tuple(checked_dense(buffer).shape)}" for name, buffer in found]
     except Exception as problem:  # of any type, since the model is the user's

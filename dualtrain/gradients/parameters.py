@@ -49,6 +49,12 @@ def check_optimizer(optimizer: object) -> None:
         raise TypeError(f"optimizer is a {type(optimizer).__name__}: give an optimizer, such as torch.optim.SGD")
 
 
+def check_module(model: object) -> None:
+    """Raise TypeError if ``model`` is not a module, but its ``state_dict()``, for example."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}: give a module")
+
+
 def name_parameters(
     optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]] | None
 ) -> list[tuple[str, nn.Parameter]]:

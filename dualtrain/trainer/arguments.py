@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from dualtrain.backends import Backend
 from dualtrain.backends.collectives import check_backend
-from dualtrain.gradients.parameters import check_optimizer, check_supported
+from dualtrain.gradients.parameters import check_module, check_optimizer, check_supported
 from dualtrain.trainer.precision import DTYPES
 
 _MOST_SHARDS = 65536  # planning the tree of a sum takes seconds with more shards
@@ -20,8 +20,7 @@ _MOST_SHARDS = 65536  # planning the tree of a sum takes seconds with more shard
 def check_arguments(model: nn.Module, optimizer: torch.optim.Optimizer, backend: Backend) -> None:
     """Raise TypeError or ValueError for an argument that a trainer cannot use."""
     check_backend(backend)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}: give a module")
+    check_module(model)
     check_optimizer(optimizer)
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:

@@ -42,6 +42,7 @@ from tests.models_for_tests import (
     vectors,
     wrap,
 )
+from tests.threads import run_threads
 
 KINDS = {
     "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
@@ -570,11 +571,31 @@ def test_arguments_of_a_wrong_type_are_refused():
             lambda wrong=wrong: broadcast_parameters(model, wrong),
             lambda wrong=wrong: broadcast_optimizer_state(inner, wrong),
             lambda wrong=wrong: average_buffers(model, wrong),
+            lambda wrong=wrong: synchronize_norms(model, wrong),
         ):
             with pytest.raises(TypeError, match=rf"backend is a {type(wrong).__name__}: give what connect\(\) returns"):
                 call()
     with connect("local") as backend, pytest.raises(TypeError, match="optimizer is a generator: give an optimizer"):
         DistributedOptimizer(model.parameters(), backend=backend)
+
+
+def objects_of_a_wrong_type(backend):
+    calls = {
+        "model is a dict: give a module": (average_buffers, synchronize_norms),
+        "optimizer is a dict: give an optimizer": (broadcast_optimizer_state,),
+    }
+    for message, functions in calls.items():
+        for function in functions:
+            with pytest.raises(TypeError, match=message):
+                function({}, backend)
+    for function, right in ((average_buffers, perceptron()), (broadcast_optimizer_state, sgd(perceptron(), backend))):
+        with pytest.raises(BackendError, match=r"rank 1: .* refused since (model|optimizer) is a dict: give a"):
+            function({} if backend.rank else right, backend)
+    assert backend.allreduce(torch.ones(1)).item() == 1
+
+
+def test_an_object_of_a_wrong_type_is_refused_on_every_rank():
+    run_threads(2, objects_of_a_wrong_type)
 
 
 def wrong_names_and_options(backend):
