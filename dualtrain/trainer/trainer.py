@@ -343,10 +343,12 @@ class Trainer:
         Shards differ by one sample at most. A shard without samples gets ``None``.
 
         Raises:
+            TypeError: ``batch`` is not a pair of tensors.
             ValueError: the trainer has no virtual ranks.
         """
         if not isinstance(self._parts, VirtualRanks):
             raise ValueError("only a trainer with virtual_ranks has shards: give virtual_ranks, or split the batch by rank")
+        _check_pair(batch, "split other batches yourself, into one batch for each of trainer.shards")
         return self._parts.split(batch)
 
     # -- any loader -------------------------------------------------------------------------------------------------
@@ -445,14 +447,7 @@ class Trainer:
 
     def to_device(self, batch: Sequence[torch.Tensor]) -> Tensors:
         """Copy ``batch`` to the backend's device. Raises TypeError if it is not (inputs, targets), or is one sample."""
-        if not isinstance(batch, Sequence) or len(batch) != 2 or not all(isinstance(part, torch.Tensor) for part in batch):
-            found = type(batch).__name__
-            if isinstance(batch, tuple | list) and batch:
-                found += f" of {', '.join(type(part).__name__ for part in batch[:3])}"
-            raise TypeError(
-                f"a batch must be a pair of tensors, (inputs, targets), not {found}: give a DataLoader whose "
-                "collate_fn makes one"
-            )
+        _check_pair(batch, "give a DataLoader whose collate_fn makes one")
         inputs, targets = batch
         if not targets.dim():
             raise TypeError("the targets of a batch have no dimension: give a DataLoader of the dataset, not the dataset")
@@ -626,6 +621,16 @@ class Trainer:
         compare_arguments(self.backend, "resume", {"content of the file": checkpoint.generation_in(Path(path))[1]})
         with checkpoint.fitting(f"the state in {str(path)!r}"):
             self.load_state_dict(state.get("trainer", state))
+
+
+def _check_pair(batch: Any, cure: str) -> None:
+    """Raise TypeError, with the ``cure``, if ``batch`` is not a pair of tensors."""
+    if isinstance(batch, Sequence) and len(batch) == 2 and all(isinstance(part, torch.Tensor) for part in batch):
+        return
+    found = type(batch).__name__
+    if isinstance(batch, tuple | list) and batch:
+        found += f" of {', '.join(type(part).__name__ for part in batch[:3])}"
+    raise TypeError(f"a batch must be a pair of tensors, (inputs, targets), not {found}: {cure}")
 
 
 def _set_epoch(loader: Iterable[Any], epoch: int) -> None:

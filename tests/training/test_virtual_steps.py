@@ -200,6 +200,11 @@ def refused(backend):
             trainer.evaluate([[] for _ in wrong])
     with pytest.raises(TypeError, match=r"given to step\(\) is a tensor: give one entry for each"):
         trainer.step(samples() * (len(trainer.shards) // 2), 12.0)
+    inputs, targets = samples()
+    # Indexing of a tuple by a tensor of one number would select one of its tensors, instead of one sample of each.
+    for batch, found in ((((inputs, inputs), targets), "tuple, Tensor"), (({"x": inputs}, targets), "dict, Tensor")):
+        with pytest.raises(TypeError, match=rf"pair of tensors, .*not tuple of {found}: split other batches"):
+            trainer.split(batch)
     trainer.close()
     plain = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
     with pytest.raises(ValueError, match="only a trainer with virtual_ranks has shards"):
