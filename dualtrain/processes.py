@@ -9,16 +9,18 @@ from __future__ import annotations
 import ctypes
 import multiprocessing
 import os
+import pickle
 import shutil
 import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker, spawn, util
 from pathlib import Path
-from types import FrameType, SimpleNamespace
+from types import FrameType, SimpleNamespace, TracebackType
 from typing import Any
 
 from dualtrain.errors import UserError
@@ -100,6 +102,25 @@ def start_forkserver(preload: Sequence[str]) -> None:
         forkserver.set_forkserver_preload(list(preload))
         forkserver.ensure_running()
     _starters.add(os.getpid())
+
+
+def hide_lost_starts() -> None:
+    """Make this fork server print no traceback if a rank is killed while it starts a worker.
+
+    The worker then cannot read all that it was to get from the rank, and exits. Call this in a module that the fork server
+    preloads.
+    """
+    earlier = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        *_, (innermost, _) = traceback.walk_tb(trace)
+        # In this function, which is private, these errors mean that the pipe from the rank has ended too early. Errors in
+        # the user's own methods of unpickling have more frames.
+        cut_off = innermost.f_code is spawn._main.__code__
+        if not (cut_off and isinstance(error, EOFError | pickle.UnpicklingError)):
+            earlier(kind, error, trace)
+
+    sys.excepthook = show
 
 
 def forkserver_pid() -> int | None:

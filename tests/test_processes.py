@@ -185,6 +185,33 @@ def test_a_worker_whose_start_was_interrupted_prints_no_traceback(tmp_path):
     assert (end.returncode, end.stdout, end.stderr) == (3, "", "")
 
 
+@pytest.mark.parametrize("content", ["b'x' * 1_000_000", "Unreadable()"])
+def test_a_worker_whose_rank_was_killed_prints_only_tracebacks_of_other_errors(content, tmp_path):
+    """Start a worker with ``content``, and kill the rank; it blocks in the start, as in STARTING."""
+    program = """
+import multiprocessing, os, signal, threading
+from dualtrain.processes import start_forkserver
+
+def fail():
+    raise EOFError("from the user's code")
+
+class Unreadable:
+    def __reduce__(self):
+        return fail, ()
+
+if __name__ == "__main__":
+    start_forkserver(["dualtrain.data.preload"])
+    threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGKILL]).start()
+    multiprocessing.get_context("forkserver").Process(target=len, args=(CONTENT,)).start()
+"""
+    (tmp_path / "program.py").write_text(program.replace("CONTENT", content))
+    env, command = {**os.environ, "PYTHONPATH": str(ROOT)}, [sys.executable, str(tmp_path / "program.py")]
+    end = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert end.returncode == -signal.SIGKILL
+    last = end.stderr.splitlines()[-1:]
+    assert last == (["EOFError: from the user's code"] if content == "Unreadable()" else [])
+
+
 def test_a_temporary_folder_of_the_parent_program_is_not_removed(tmp_path):
     parent_folder = tmp_path / "parent"
     parent_folder.mkdir()

@@ -2,7 +2,9 @@
 
 from dualtrain.data import image_folder
 from dualtrain.data.transforms import v2
+from dualtrain.processes import hide_lost_starts
 
 __all__ = ["image_folder"]
 
+hide_lost_starts()
 v2()
