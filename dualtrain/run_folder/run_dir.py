@@ -280,7 +280,9 @@ class MetricsFile:
 
 def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the lines that are metrics, and the number of other lines, not counting an incomplete last line."""
-    if not os.path.lexists(path):
+    try:
+        os.lstat(path)  # not lexists(), which hides errors of the disk: the caller would replace the file by an empty one
+    except FileNotFoundError:
         return [], 0
     *whole, last = read_text(path, errors="replace").split("\n")
     parsed = [_metrics(line) for line in whole if line]

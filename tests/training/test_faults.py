@@ -439,6 +439,21 @@ def test_a_folder_that_cannot_be_written_is_refused_with_the_cure(tmp_path, monk
     assert error.value.transient
 
 
+def test_metrics_that_cannot_be_examined_now_are_not_replaced(tmp_path, monkeypatch):
+    path, lstat = tmp_path / "metrics.jsonl", os.lstat
+    path.write_text('{"step": 1}\n')
+
+    def fail(file: Any, **options: Any) -> os.stat_result:
+        if os.fspath(file) == str(path):
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(file))
+        return lstat(file, **options)
+
+    monkeypatch.setattr(os, "lstat", fail)
+    with pytest.raises(OSError, match=os.strerror(errno.ESTALE)):
+        MetricsFile(tmp_path, 1, print, FolderLock())
+    assert path.read_text() == '{"step": 1}\n'
+
+
 def test_each_damaged_metrics_file_is_kept_under_a_different_name(tmp_path):
     metrics, said = tmp_path / "metrics.jsonl", []
     for damage in ("one", "two", "three"):
