@@ -112,8 +112,19 @@ def names_in(folder: Path) -> list[str]:
 
 def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict") -> str:
     """Read the text of a regular file. Raises OSError, or UnicodeDecodeError."""
-    with open_regular(path) as file:
+    with _named_in_errors(path), open_regular(path) as file:
         return file.read().decode(encoding, errors)
+
+
+@contextmanager
+def _named_in_errors(path: str | Path) -> Iterator[None]:
+    """Add ``path`` to an OSError of the block that names no file: a read or a write of an open file has failed."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 def read_json(path: str | Path) -> Any:

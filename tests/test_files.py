@@ -110,6 +110,11 @@ def test_the_error_of_a_bad_path_names_this_path_and_not_a_temporary_file(tmp_pa
     assert os.listdir(tmp_path) == ["folder"]
 
 
+def test_an_error_of_a_read_names_the_file():
+    with pytest.raises(OSError, match=re.escape("Input/output error: '/proc/self/mem'")):
+        files.read_text("/proc/self/mem")  # can be opened, but no memory is mapped at its beginning
+
+
 def test_a_hard_link_becomes_a_copy_if_links_are_not_supported(tmp_path, monkeypatch):
     (tmp_path / "a").write_bytes(b"content")
 
