@@ -231,7 +231,7 @@ class Trainer:
                 loss returns neither a mean nor the pair of an ``Objective``.
             ValueError: in any of these cases:
 
-                - ``expected`` is not a finite number above 0, or the number of control flags is not ``CONTROL_FLAGS``
+                - ``expected`` is not a finite number above 0, or ``control_flags`` are not ``CONTROL_FLAGS`` numbers
                 - the loss has no gradient
                 - with ``ema``, the names or shapes of the model's parameters have changed
                 - with virtual ranks, ``batches`` does not have one entry for each of :attr:`shards`
@@ -258,10 +258,16 @@ class Trainer:
         if news is not None:
             warnings.warn("Trainer.step(news=…) is deprecated: use control_flags", DeprecationWarning, stacklevel=2)
             control_flags = news
-        if len(control_flags) != CONTROL_FLAGS:
-            raise ValueError(f"control_flags has {len(control_flags)} numbers: give {CONTROL_FLAGS}, such as zeros")
+        try:
+            flags = [float(flag) for flag in control_flags]
+        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+            raise ValueError(
+                f"control_flags={control_flags!r} does not consist of numbers: give {CONTROL_FLAGS}, such as zeros"
+            ) from None
+        if len(flags) != CONTROL_FLAGS:
+            raise ValueError(f"control_flags has {len(flags)} numbers: give {CONTROL_FLAGS}, such as zeros")
         self.optimizer.zero_grad()
-        step = self._parts.step(self._passes, batches, expected, control_flags)
+        step = self._parts.step(self._passes, batches, expected, flags)
         if step.totals[1] > 0:
             self._update(expected / step.totals[1])
         elif self.ema is not None:

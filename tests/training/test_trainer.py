@@ -486,13 +486,17 @@ def test_epochs_and_states_of_wrong_types_are_refused():
 
 
 @pytest.mark.parametrize("compress", ["none", "bf16"])
-def test_a_wrong_number_of_control_flags_is_refused(compress):
+def test_control_flags_are_refused_if_they_are_not_three_numbers(compress):
     model = net()
     with connect("local") as backend:
         trainer = Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend, compress=compress)
         for flags in ((1.0, 0.0), (1.0,) * 4):
             with pytest.raises(ValueError, match=f"control_flags has {len(flags)} numbers: give 3"):
                 trainer.step([data(8)], 8.0, flags)
+        for flags in (None, 1.0, (None, 0.0, 0.0), "abc", torch.zeros(3, 2)):
+            with pytest.raises(ValueError, match="does not consist of numbers: give 3, such as zeros"):
+                trainer.step([data(8)], 8.0, flags)
+        assert trainer.step([data(8)], 8.0, torch.tensor([1.0, 0.0, 2.0])).control_flags == [1.0, 0.0, 2.0]
 
 
 def test_a_trainer_is_freed_without_the_garbage_collector():
