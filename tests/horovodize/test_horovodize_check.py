@@ -212,6 +212,12 @@ CASES = [
     ),
     (
         "code_in_objects",
+        "import torch\nclass A: pass\nclass B: pass\ntorch.serialization.add_safe_globals([A])\n"
+        "hvd.broadcast_object(B())  # HERE",
+        "import torch\nclass A: pass\ntorch.serialization.add_safe_globals([A])\nhvd.broadcast_object(A())",
+    ),
+    (
+        "code_in_objects",
         "def f(): pass\nhvd.broadcast_object(obj=f)  # HERE",
         "def f(): pass\nhvd.broadcast_object(obj=f())",
     ),

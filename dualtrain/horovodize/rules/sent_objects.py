@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from dualtrain.horovodize.names import OBJECTS
-from dualtrain.horovodize.nodes import first_argument
+from dualtrain.horovodize.nodes import first_argument, variables_in
 from dualtrain.horovodize.source import Finding, Source
 
 _SCHEDULE = "a learning-rate schedule"
@@ -14,7 +14,7 @@ _SCHEDULE = "a learning-rate schedule"
 
 def code_in_objects(source: Source) -> Iterator[Finding]:
     """Functions, schedules and instances of the script's classes, given to broadcast_object or allgather_object."""
-    classes = {node.name for node in source.classes}
+    classes = {node.name for node in source.classes} - {name for file in source.files for name in _registered(file)}
     for call in source.hvd_calls(*OBJECTS):
         value = first_argument(call, "obj")
         what = _code_in(source, value, classes) if value is not None else None
@@ -29,6 +29,12 @@ def code_in_objects(source: Source) -> Iterator[Finding]:
                 f"pickled code; {cure}"
             )
             yield Finding(call.lineno, "unsupported", message)
+
+
+def _registered(source: Source) -> set[str]:
+    """Return the names that ``source`` passes to ``torch.serialization.add_safe_globals``: instances can be sent."""
+    calls = (call for call in source.calls if source.name(call.func) == "torch.serialization.add_safe_globals")
+    return {name for call in calls for name in variables_in(call)}
 
 
 def _code_in(source: Source, value: ast.expr, classes: set[str], *, follow: bool = True) -> str | None:
