@@ -708,6 +708,19 @@ CASES = [
         "hvd.broadcast_optimizer_state(b, 0)",
     ),
     (
+        "optimizer_state",  # an elastic state broadcasts the optimizer's state in sync()
+        "o = torch.optim.Adam(p)\no = hvd.DistributedOptimizer(o)\nstate = hvd.elastic.TorchState(m, o)  # HERE",
+        "o = torch.optim.SGD(p, 0.1)\no = hvd.DistributedOptimizer(o)\nhvd.elastic.TorchState(optimizer=o)\n"
+        "hvd.elastic.TorchState(m, sampler=s)",
+    ),
+    (
+        "optimizer_state",  # a function gets the optimizer
+        "def wrap(o):\n    hvd.broadcast_optimizer_state(o, 0)  # HERE\n    return hvd.DistributedOptimizer(o)\n"
+        "adam = torch.optim.Adam(p, weight_decay=0.1)\nwrap(adam)",
+        "def wrap(o):\n    hvd.broadcast_optimizer_state(o, 0)\n    return hvd.DistributedOptimizer(o)\n"
+        "wrap(torch.optim.Adam(p))\nadam = torch.optim.Adam(p, weight_decay=0.1)",
+    ),
+    (
         "optimizer_state",
         "o[i] = hvd.DistributedOptimizer(o[i])\nhvd.broadcast_optimizer_state(o[i], 0)  # HERE",
         "self.o = torch.optim.Adagrad(p)\nself.o = hvd.DistributedOptimizer(self.o)\n"

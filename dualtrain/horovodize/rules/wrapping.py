@@ -60,7 +60,7 @@ def checkpoint_before_wrapping(source: Source) -> Iterator[Finding]:
         inner = last_name(given) if given is not None else ""
         found = dict[int, list[ast.Call]]()
         for load in _methods(source, "load_state_dict"):
-            for call, optimizer in ((load, _owner(load)), *_calls_with_optimizer(source, load)):
+            for call, optimizer in ((load, _owner(load)), *_calls_with_optimizer(source, _owner(load))):
                 same = inner and last_name(optimizer) == inner and source.scope(call) is source.scope(wrap)
                 before = call.lineno < wrap.lineno and not source.exclusive(call, wrap)
                 if same and before and not _has_no_state(source, inner):
@@ -71,11 +71,11 @@ def checkpoint_before_wrapping(source: Source) -> Iterator[Finding]:
             yield Finding(line, "differs", message)
 
 
-def _calls_with_optimizer(source: Source, load: ast.Call) -> Iterator[tuple[ast.Call, ast.expr]]:
-    """Yield the calls of the function around ``load`` if it loads into a parameter, each with the optimizer it passes."""
-    scope, owner = source.scope(load), _owner(load)
-    if isinstance(scope, Function) and isinstance(owner, ast.Name) and owner.id in source.parameters(load):
-        given = ((call, source.argument(scope, call, owner.id)) for call in calls_of(source, scope))
+def _calls_with_optimizer(source: Source, optimizer: ast.expr) -> Iterator[tuple[ast.Call, ast.expr]]:
+    """Yield the calls of the function of which ``optimizer`` is a parameter, each with the optimizer it passes."""
+    scope = source.scope(optimizer)
+    if isinstance(scope, Function) and isinstance(optimizer, ast.Name) and optimizer.id in source.parameters(optimizer):
+        given = ((call, source.argument(scope, call, optimizer.id)) for call in calls_of(source, scope))
         yield from ((call, value) for call, value in given if value is not None)
 
 
@@ -108,11 +108,15 @@ def _has_no_state(source: Source, optimizer: str) -> bool:
 def optimizer_state(source: Source) -> Iterator[Finding]:
     """A call of broadcast_optimizer_state: on Horovod, it steps an optimizer that has no state, with gradients of zeros.
 
-    The first call in which this step may have an effect has a finding; later calls have none.
+    The first call in which this step may have an effect has a finding; later calls have none. The ``sync`` of an elastic
+    state calls broadcast_optimizer_state, too.
     """
     guards = Guards.of(source)
-    for call in source.hvd_calls("broadcast_optimizer_state"):
-        given = first_argument(call, "optimizer")
+    for call in source.hvd_calls("broadcast_optimizer_state", "elastic.TorchState"):
+        is_state = source.hvd(call.func) == "elastic.TorchState"
+        given = argument_at(call, 1 if is_state else 0, "optimizer")
+        if is_state and given is None:
+            continue
         if guards.is_without_horovod(call) or (given is not None and _ignores_zeros(source, given, call)):
             continue
         changed = "the weights"
@@ -122,8 +126,8 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
         elif given is None or not _may_be_wrapped_later(source, call, given):
             changed = "its state or the weights"
         message = (
-            "this call takes no step; on Horovod it steps an optimizer that has no state yet, which may change "
-            f"{changed}; nothing to do"
+            f"{'the sync() of this state' if is_state else 'this call'} takes no step; on Horovod it steps an optimizer "
+            f"that has no state yet, which may change {changed}; nothing to do"
         )
         yield Finding(call.lineno, "differs", message)
         return
@@ -163,18 +167,21 @@ def _values_before(source: Source, variable: ast.expr, node: ast.AST) -> list[as
     return found
 
 
-def _shows_decay(source: Source, optimizer: ast.expr) -> bool:
+def _shows_decay(source: Source, optimizer: ast.expr, depth: int = 0) -> bool:
     """Return whether the script shows that ``optimizer`` may change weights if gradients are 0: it has a weight decay.
 
-    ASGD without ``weight_decay`` counts too, because its ``lambd`` makes weights smaller.
+    ASGD without ``weight_decay`` counts too, because its ``lambd`` makes weights smaller. If ``optimizer`` is a parameter,
+    the arguments of the function's calls count.
     """
     same = [(value, source.scope(at)) for text, value, at in source.assignments if text == ast.unparse(optimizer)]
     made = [value for value, scope in same if scope is source.scope(optimizer)] or [value for value, _ in same]
-    calls = [value for value in made if isinstance(value, ast.Call) and _unwrapped(source, value) is value]
+    calls = [each for each in (optimizer, *made) if isinstance(each, ast.Call) and _unwrapped(source, each) is each]
+    passed = [value for _, value in _calls_with_optimizer(source, optimizer)] if depth < 4 else []
     # The AdamW of a different library, such as transformers, may have no weight decay by default.
     by_default = (source.name(call.func) for call in calls if _decay(call) is None)
     decays = any(name.startswith("torch.optim.") and name.endswith((".AdamW", ".ASGD", ".Muon")) for name in by_default)
-    return decays or any(not _is_zero(source, _decay(call)) for call in calls)
+    decays = decays or any(not _is_zero(source, _decay(call)) for call in calls)
+    return decays or any(_shows_decay(source, value, depth + 1) for value in passed)
 
 
 def _decay(call: ast.Call) -> ast.expr | None:
