@@ -879,6 +879,13 @@ CASES = [
         "    if not more:\n        optimizer.step()",
     ),
     (
+        "accumulation_without_passes",  # no finding if the condition contains a loss, whose value contains i % N
+        WRAP + "for i in range(9):\n    count = i % 4\n    model(data[i]).backward()\n"
+        "    if not (training and count < 3):\n        optimizer.step()  # HERE",
+        WRAP + "for i in range(9):\n    loss = mse_loss(model(data[i % 4]), 0)\n    loss.backward()\n"
+        "    if isfinite(loss) and loss < 9:\n        optimizer.step()",
+    ),
+    (
         "accumulation_without_passes",  # no finding if the condition is the same in all iterations
         WRAP + "for i, x in enumerate(data):\n    last = i % 4 == 3\n    model(x).backward()\n"
         "    if last and training:\n        optimizer.step()  # HERE",

@@ -82,12 +82,25 @@ def _changes_in(loop: ast.For | ast.While, value: ast.expr) -> bool:
 
 
 def _modulo(source: Source, test: ast.expr) -> ast.BinOp | None:
-    """Return ``i % N`` in ``test``, or in the value of a variable in ``test``."""
-    parts = (part for part in ast.walk(test) if isinstance(part, ast.expr))
-    for node in (node for part in parts for value in source.possible_values(part) for node in ast.walk(value)):
+    """Return ``i % N`` in ``test``, or in the value of a variable that is ``test`` or an operand of it.
+
+    A variable inside a call does not count: the value of ``loss`` in ``if isfinite(loss)`` may contain ``data[i % N]``.
+    """
+    whole = (node for value in source.possible_values(test) for node in ast.walk(value))
+    values = (value for operand in _operands(test) for value in source.possible_values(operand))
+    for node in (*whole, *(operand for value in values for operand in _operands(value))):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and not isinstance(node.left, ast.Constant):
             return node
     return None
+
+
+def _operands(condition: ast.expr) -> Iterator[ast.expr]:
+    """Yield ``condition``, and all operands of its ``not``, ``and``, ``or`` and comparisons."""
+    yield condition
+    if isinstance(condition, ast.BoolOp | ast.UnaryOp | ast.Compare):
+        for operand in ast.iter_child_nodes(condition):
+            if isinstance(operand, ast.expr):
+                yield from _operands(operand)
 
 
 def _inner_loop(source: Source, events: list[Event], step: Event) -> tuple[ast.expr | None] | None:
