@@ -200,18 +200,19 @@ def replacing(path: Path, check: Callable[[], None] = _allow) -> Iterator[Binary
 
 
 def write_named(path: Path, data: bytes) -> None:
-    """Make or replace a file that the user names; see :func:`write_whole`.
+    """Make or replace a file that the user names; see :func:`write_whole` and :func:`check_named`. Raises OSError."""
+    write_whole(path, data, lambda: check_named(path))
 
-    Raises:
-        OSError: the file cannot be written; or ``path`` is a device, FIFO or socket, or a link to one. As root, a program
-            that replaced ``/dev/null`` by a file would damage the system.
+
+def check_named(path: Path) -> None:
+    """Raise OSError if ``path`` is a folder, device, FIFO or socket, or a link to one or to an open file.
+
+    As root, a program that replaced ``/dev/null`` or ``/dev/stdout`` by a file would damage the system.
     """
-
-    def check() -> None:
-        with suppress(FileNotFoundError):
-            check_regular(path)
-
-    write_whole(path, data, check)
+    with suppress(FileNotFoundError):
+        check_regular(path)
+        if path.is_symlink() and os.readlink(path).startswith("/proc/"):  # /dev/stdout, if it is redirected to a file
+            raise OSError(errno.EINVAL, "a link to an open file, not a regular file", str(path))
 
 
 def write_whole(path: Path, data: bytes, check: Callable[[], None] = _allow) -> None:

@@ -51,6 +51,15 @@ def test_a_named_path_of_a_fifo_is_refused_and_kept(tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["fifo", "link", "new"]
 
 
+def test_a_named_link_to_an_open_file_is_refused_and_kept(tmp_path):
+    link = tmp_path / "stdout"
+    with (tmp_path / "redirected").open("w") as file:
+        link.symlink_to(f"/proc/self/fd/{file.fileno()}")
+        with pytest.raises(OSError, match="a link to an open file, not a regular file"):
+            files.write_named(link, b"ours")
+    assert link.is_symlink()
+
+
 def test_content_is_synced_before_the_rename_and_the_folder_after_it(tmp_path, monkeypatch):
     order = []
     fsync, replace = os.fsync, files.Path.replace

@@ -823,7 +823,7 @@ def record(simulated, tmp_path):
         (["--html", "", "{script}"], "--html: the path is empty"),
         (["--against", "", "{script}"], "--against: the path is empty"),
         (["--against", "{record}", "--html", "{tmp}/empty", "{script}"], "it is a folder"),
-        (["--against", "{record}", "--json", "{tmp}/fifo", "{script}"], "it is not a regular file"),
+        (["--against", "{record}", "--json", "{tmp}/fifo", "{script}"], "a FIFO, not a regular file"),
         (["--record", "{tmp}/a", "--against", "{tmp}/b", "{script}"], "give one of them"),
         (["--against", "{tmp}/none", "{script}"], "cannot read the record"),
         (["--against", "{tmp}/empty", "{script}"], "contains no record"),

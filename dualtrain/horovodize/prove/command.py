@@ -40,7 +40,7 @@ from dualtrain.console import (
     whole,
 )
 from dualtrain.errors import UserError
-from dualtrain.files import read_text, write_json, write_whole
+from dualtrain.files import check_named, read_text, write_json, write_whole
 from dualtrain.horovodize import recorder
 from dualtrain.horovodize.prove.causes import RACES, likely_causes, sources_of
 from dualtrain.horovodize.prove.collect import collect
@@ -140,8 +140,10 @@ def _check_file(path: Path) -> None:
         raise UserError(f"cannot write {str(path)!r} (no such folder): check its path")
     if path.is_dir():
         raise UserError(f"cannot write {str(path)!r} (it is a folder): name a file")
-    if path.exists() and not path.is_file():  # don't replace /dev/stdout by a file
-        raise UserError(f"cannot write {str(path)!r} (it is not a regular file): name a file")
+    try:
+        check_named(path)
+    except OSError as error:
+        raise UserError(f"cannot write {str(path)!r} ({error.strerror}): name a file") from None
     if not os.access(above, os.W_OK | os.X_OK):
         raise UserError(f"cannot write to {str(above)!r}: name a file in another folder")
 
