@@ -37,7 +37,7 @@ _held: weakref.WeakSet[FolderLock] = weakref.WeakSet()
 
 
 class SupersededError(UserError):
-    """Another process has made a newer generation of the folder."""
+    """Another process has made a newer generation of the folder, or a copy has replaced the folder."""
 
 
 class FolderLock:
@@ -112,7 +112,7 @@ class FolderLock:
         self._write(run=self.job)
 
     def is_mine(self) -> bool:
-        """Return whether this process may write into the folder: no other process has made a newer generation.
+        """Return whether this process may write into the folder: its generation is the newest, and its file no copy.
 
         Raises OSError if the folder cannot be read.
         """
