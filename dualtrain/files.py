@@ -222,7 +222,8 @@ def write_whole(path: Path, data: bytes, check: Callable[[], None] = _allow) -> 
             file.write(data)
     except OSError as error:
         # Without this, a write to an open file names no file, and others name the temporary file.
-        error.filename, error.filename2 = str(path), None
+        error.filename = str(path)
+        del error.filename2  # None would be printed as a second name
         raise
 
 
