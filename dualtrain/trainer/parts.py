@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, cast
 
@@ -67,6 +67,12 @@ class Parts(Protocol):
         ``sums`` evaluates ``model`` on the batches of one part, and returns their sums.
         """
 
+    def equal_buffers(self) -> Mapping[str, torch.Tensor]:
+        """Return the model's buffers that every step leaves equal on all ranks, by name."""
+
+    def warn_of_buffer(self, name: str) -> None:
+        """Warn that this one of :meth:`equal_buffers` differs between ranks."""
+
     def common_buffers(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context in which the running statistics of ``model`` are equal on all ranks. Collective."""
 
@@ -111,6 +117,13 @@ class RankParts:
         """See :class:`Parts`. ``batches`` are this rank's batches."""
         mine = torch.tensor(sums(batches), dtype=torch.float64, device="cpu")
         return self._backend.allreduce(mine, "sum", name="evaluation").tolist()
+
+    def equal_buffers(self) -> Mapping[str, torch.Tensor]:
+        """See :class:`Parts`: none, since each rank has its own running statistics."""
+        return {}
+
+    def warn_of_buffer(self, name: str) -> None:
+        """See :class:`Parts`: never called."""
 
     def common_buffers(self, model: nn.Module) -> AbstractContextManager[None]:
         """See :class:`Parts`: statistics are averaged over the ranks; at the end, each rank gets its own values back.

@@ -17,7 +17,7 @@ from torch import nn
 from dualtrain.backends import Backend
 from dualtrain.backends.comparison import compare
 from dualtrain.backends.wire import as_bytes
-from dualtrain.differences import in_words
+from dualtrain.differences import Difference, in_words
 from dualtrain.errors import RanksDifferError
 from dualtrain.gradients.parameters import number_parameters
 from dualtrain.trainer.description import Text, describe
@@ -33,14 +33,18 @@ def compare_weights(
     model: nn.Module,
     groups: Sequence[dict[str, Any]],
     values: Mapping[str, Any],
+    buffers: Mapping[str, torch.Tensor],
     check: Callable[[], None] | None = None,
-) -> None:
-    """Compare ``values``, and the parameters and learning rates in ``groups``, between the ranks. Collective; blocks.
+) -> list[str]:
+    """Compare ``values``, ``buffers``, and the parameters and learning rates in ``groups``. Collective; blocks.
 
     ``check``, if given, is called first. If it raises an error, every rank raises an error, see below.
 
     Rounding differs between ranks that have different processors or numbers of threads, and on GPUs, on which some
     operations add in a random order. In these cases, parameters that agree in half of their digits cause only a warning.
+
+    Returns:
+        The names of ``buffers`` that differ.
 
     Raises:
         RanksDifferError: on every rank; names what differs, or the ranks on which ``check`` has raised an error.
@@ -48,25 +52,33 @@ def compare_weights(
     """
     own: dict[str, Any] = {}
     parameters: dict[str, nn.Parameter] = {}
+    named_buffers = {f"buffer {name!r}": name for name in buffers}
 
     def read() -> dict[str, Any]:
         if check is not None:
             check()
         own.update(values, lr=Text(describe([group.get("lr") for group in groups])))
         parameters.update(_named(model, groups))
-        return {**own, **checksums(parameters), _THREADS: torch.get_num_threads(), **processor(backend)}
+        sums = checksums({**parameters, **{text: buffers[name] for text, name in named_buffers.items()}})
+        return {**own, **sums, _THREADS: torch.get_num_threads(), **processor(backend)}
 
     found = compare(backend, "weights", read)
     unequal = [one for one in found if one.name in own]
-    causes_of_rounding = [one for one in found if one.name in (_THREADS, *PROCESSOR)]
-    different = [one for one in found if one.name in parameters]
     if unequal:
         raise RanksDifferError(
             f"the ranks have different values for the same step: {in_words(unequal)}; use the same values on every rank"
         )
+    _refuse_weights(backend, found, parameters)
+    return [named_buffers[one.name] for one in found if one.name in named_buffers]
+
+
+def _refuse_weights(backend: Backend, found: Sequence[Difference], parameters: Mapping[str, nn.Parameter]) -> None:
+    """Raise RanksDifferError if ``found`` has differences of ``parameters`` that are too large for rounding. Collective."""
+    different = [one for one in found if one.name in parameters]
     if not different:
         return
     text = in_words(different)
+    causes_of_rounding = [one for one in found if one.name in (_THREADS, *PROCESSOR)]
     if causes_of_rounding or any(p.is_cuda for p in parameters.values()):
         far = _far_apart(backend, {one.name: parameters[one.name] for one in different})
         if far is None:

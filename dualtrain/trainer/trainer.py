@@ -280,13 +280,18 @@ class Trainer:
     def _compare_weights(self, **values: float) -> None:
         """Check that the weights and ``values`` are the same on all ranks, unless the trainer is closed. Collective.
 
+        With virtual ranks, also warn if buffers differ.
+
         Raises:
             RanksDifferError: they differ.
             UserError: the model's parameters differ from its average's in names or shapes, also if the trainer is closed.
         """
         check = None if self.ema is None else partial(check_parameters, self.ema.module, self.model)
         if not self._closed:  # otherwise the model may be trained by other means
-            compare_weights(self.backend, self.model, self.optimizer.param_groups, values, check)
+            groups, buffers = self.optimizer.param_groups, self._parts.equal_buffers()
+            different = compare_weights(self.backend, self.model, groups, values, buffers, check)
+            if different:
+                self._parts.warn_of_buffer(different[0])
         elif check is not None:
             check()
 

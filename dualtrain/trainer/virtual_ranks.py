@@ -10,7 +10,7 @@ VirtualFlow (Or et al., MLSys 2022).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
@@ -41,6 +41,8 @@ log = logging.getLogger("dualtrain")
 T = TypeVar("T")
 #: The trainers with virtual ranks in this process, by backend.
 _trainers: WeakKeyDictionary[Backend, WeakSet[VirtualRanks]] = WeakKeyDictionary()
+#: Buffers that a step of another trainer has changed, as a warning has said.
+_changed_by_others: WeakSet[CommonBuffers] = WeakSet()
 
 
 class VirtualRanks:
@@ -143,7 +145,7 @@ class VirtualRanks:
         with self._restored_after_failure(self._buffers):
             yield
         for buffers, before in others:
-            _warn_of_changes(buffers.tensors(), before)
+            _warn_of_changes(buffers, before)
         self._steps += 1
         self._seed_after("step")
 
@@ -228,6 +230,18 @@ class VirtualRanks:
         mine = torch.tensor(rows, dtype=torch.float64, device="cpu").view(-1, len(NAMES))
         return self.order.total(self._backend.allgather(mine, name="evaluation")).tolist()
 
+    def equal_buffers(self) -> Mapping[str, torch.Tensor]:
+        """See :class:`~dualtrain.trainer.parts.Parts`: all buffers."""
+        return self._buffers.tensors()
+
+    def warn_of_buffer(self, name: str) -> None:
+        """See :class:`~dualtrain.trainer.parts.Parts`. After a warning that another trainer changes buffers, do nothing."""
+        if self._backend.rank == 0 and self._buffers not in _changed_by_others:
+            warn_once(
+                f"with virtual_ranks, buffer {name!r} differs between ranks, so the result depends on the number of ranks: "
+                "between steps, run forward passes in evaluation mode (model.eval()), or on every rank with the same inputs"
+            )
+
     def common_buffers(self, model: nn.Module) -> AbstractContextManager[None]:
         """See :class:`~dualtrain.trainer.parts.Parts`. Does nothing: every step leaves equal buffers on all ranks."""
         return nullcontext()
@@ -265,10 +279,12 @@ class VirtualRanks:
             restore_random_state(own["random"], self._backend.device)
 
 
-def _warn_of_changes(buffers: dict[str, torch.Tensor], copies: dict[str, torch.Tensor]) -> None:
+def _warn_of_changes(buffers: CommonBuffers, copies: dict[str, torch.Tensor]) -> None:
     """Warn if a step of one trainer has changed the buffers of another trainer's model since their copies were made."""
-    name = next((name for name, one in buffers.items() if name in copies and not same_bits(one, copies[name])), None)
+    now = buffers.tensors()
+    name = next((name for name, one in now.items() if name in copies and not same_bits(one, copies[name])), None)
     if name is not None:
+        _changed_by_others.add(buffers)
         warn_once(
             f"with virtual_ranks, a trainer's step changes buffer {name!r} of another trainer's model, so the result "
             "depends on the number of ranks: give the trainer a module that contains both models, and its model as forward"

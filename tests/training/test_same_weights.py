@@ -64,6 +64,25 @@ def test_virtual_ranks_refuse_weights_that_a_forward_pass_changes(ranks):
     run_threads(ranks, member)
 
 
+@pytest.mark.parametrize(("steps", "name"), [(0, "1.running_mean"), (1, "1.num_batches_tracked")])
+def test_virtual_ranks_warn_of_buffers_that_one_rank_changes_between_steps(steps, name, caplog):
+    def preview(backend) -> None:
+        model = seeded(nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2)))
+        trainer = make_trainer(backend, model, virtual_ranks=4)
+        batch = data(backend)
+        trainer.step([batch] * len(trainer.shards), 32.0)
+        if backend.rank == 0:
+            model(batch[0])
+        for _ in range(steps):
+            trainer.step([batch] * len(trainer.shards), 32.0)
+        trainer.evaluate([None] * len(trainer.shards))
+
+    run_threads(1, preview)
+    assert not caplog.messages
+    run_threads(2, preview)
+    assert [f"buffer {name!r} differs between ranks" in message for message in caplog.messages] == [True]
+
+
 class Codebook(nn.Linear):
     """A layer whose forward changes a frozen codebook, by operations that do not increment its version counter."""
 
