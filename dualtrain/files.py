@@ -118,12 +118,15 @@ def read_text(path: str | Path, encoding: str = "utf-8", errors: str = "strict")
 
 @contextmanager
 def _named_in_errors(path: str | Path) -> Iterator[None]:
-    """Add ``path`` to an OSError of the block that names no file: a read or a write of an open file has failed."""
+    """Make an OSError of the block name ``path``.
+
+    A failed read or write of an open file names no file. A failed rename also names the temporary file.
+    """
     try:
         yield
     except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)
+        error.filename = str(path)
+        del error.filename2  # None would be printed as a second name
         raise
 
 
@@ -217,14 +220,8 @@ def check_named(path: Path) -> None:
 
 def write_whole(path: Path, data: bytes, check: Callable[[], None] = _allow) -> None:
     """Make or replace a file with ``data``, whole or not at all; ``check`` as in :func:`replacing`. Raises OSError."""
-    try:
-        with replacing(path, check) as file:
-            file.write(data)
-    except OSError as error:
-        # Without this, a write to an open file names no file, and others name the temporary file.
-        error.filename = str(path)
-        del error.filename2  # None would be printed as a second name
-        raise
+    with _named_in_errors(path), replacing(path, check) as file:
+        file.write(data)
 
 
 def rewrite(path: Path, data: bytes) -> None:
