@@ -12,7 +12,6 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from operator import index
 
 import torch
 
@@ -491,12 +490,14 @@ class GradientReducer:
         self._exchange.lay_out(self.backend, self.name)
 
 
-def _count(what: str, value: int, *, least: int) -> int:
+def _count(what: str, value: float, *, least: int) -> int:
     """Return ``value`` as an int. Raises ValueError if it is not a whole number, or is less than ``least``."""
     try:
-        count = index(value)  # converts tensors and numpy's integers too
+        is_whole = value % 1 == 0  # of a quotient such as batch / part too; False for NaN and infinity
     except TypeError:
-        raise ValueError(f"{what} must be a whole number, not {value!r}") from None
-    if count < least:
-        raise ValueError(f"{what} must be {least} or more, not {count}")
-    return count
+        is_whole = False
+    if not is_whole:
+        raise ValueError(f"{what} must be a whole number, not {value!r}")
+    if value < least:
+        raise ValueError(f"{what} must be {least} or more, not {value}")
+    return int(value)

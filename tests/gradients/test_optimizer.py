@@ -609,11 +609,12 @@ def wrong_names_and_options(backend):
         wrap(inner, model, backend, backward_passes_per_step=-1)
     with pytest.raises(ValueError, match="number of extra scalars must be 0 or more, not -1"):
         wrap(inner, model, backend, extra=-1)
-    for wrong in (1.5, 1.0, math.nan, None, "2"):
+    for wrong in (1.5, math.nan, math.inf, None, "2"):
         with pytest.raises(ValueError, match=f"backward passes per step must be a whole number, not {wrong!r}"):
             wrap(inner, model, backend, backward_passes_per_step=wrong)
-    with pytest.raises(ValueError, match=r"number of extra scalars must be a whole number, not 2\.0"):
-        wrap(inner, model, backend, extra=2.0)
+    with pytest.raises(ValueError, match=r"number of extra scalars must be a whole number, not 2\.5"):
+        wrap(inner, model, backend, extra=2.5)
+    assert wrap(inner, model, backend, backward_passes_per_step=8 / 4).reducer.passes == 2
     with pytest.raises(TypeError, match=r"transfer is a NoneType: give a dualtrain\.gradients\.Transfer"):
         wrap(inner, model, backend, transfer=None)
     for wrong in (model, dict(model.named_parameters())):
