@@ -45,8 +45,11 @@ def checked_dense(tensor: torch.Tensor) -> torch.Tensor:
         TypeError: ``tensor`` is not a torch.Tensor.
         ValueError: ``tensor`` is sparse, nested, quantized or a DTensor, or is inside of a torch.func transform.
     """
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"a tensor is needed, not a {type(tensor).__name__}: convert it with torch.as_tensor()")
+    if type(tensor) is not torch.Tensor:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"a tensor is needed, not a {type(tensor).__name__}: convert it with torch.as_tensor()")
+        if is_dtensor(tensor):  # its own memory is empty
+            raise ValueError("a DTensor cannot be sent: pass its to_local() or full_tensor()")
     if tensor.is_nested:
         raise ValueError("a nested tensor cannot be sent: convert it with torch.nested.to_padded_tensor()")
     if tensor.layout is not torch.strided:
@@ -54,14 +57,13 @@ def checked_dense(tensor: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"a tensor with the layout {layout} cannot be sent: convert it with to_dense()")
     if tensor.is_quantized:  # its memory lacks the scale, which may differ between ranks
         raise ValueError("a quantized tensor cannot be sent: convert it with dequantize()")
-    if type(tensor) is not torch.Tensor and is_dtensor(tensor):  # its own memory is empty
-        raise ValueError("a DTensor cannot be sent: pass its to_local() or full_tensor()")
-    # Private in torch 2.5 to 2.15: there is no public way to find such tensors, which wrap others and have no memory.
-    if not torch._C._has_storage(tensor):
+    try:
+        tensor.data_ptr()
+    except RuntimeError:  # a transform's tensors wrap others and have no memory; no public attribute marks them
         raise ValueError(
             "a tensor inside of a torch.func transform (grad, vmap, jacrev, or is_grads_batched=True) cannot be sent: call "
             "the collective outside of the transform, or get the derivative with backward()"
-        )
+        ) from None
     return tensor
 
 
