@@ -1034,7 +1034,8 @@ CASES = [
         "downloaded_by_all_ranks",  # a variable holds the class
         "from torchvision import datasets\nhvd.init()\n" + WRAP + "kind = datasets.CIFAR10\n"
         "data = kind('x', download=True)  # HERE",
-        "from torchvision import datasets\nhvd.init()\n" + WRAP + "kind = Own\ndata = kind('x', download=True)",
+        "from torchvision import datasets\nhvd.init()\n" + WRAP + "kind = Own\nif hvd.rank() == 0:\n"
+        "    kind = datasets.CIFAR10\ndata = kind('x', download=True)",
     ),
     (
         "downloaded_by_all_ranks",

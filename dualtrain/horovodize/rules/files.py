@@ -275,7 +275,8 @@ def downloaded_by_all_ranks(source: Source) -> Iterator[Finding]:
     """A data set of torchvision that all ranks download to the same folder; at most one finding."""
     guards = Guards.of(source)
     downloads = [call for call in source.calls if _downloads(source, call)]
-    if any(guards.looks_like_one_rank(node) for call in downloads for node in (call, *_callers(source, call))):
+    nodes = (node for call in downloads for node in (call, *source.possible_values(call.func), *_callers(source, call)))
+    if any(map(guards.looks_like_one_rank, nodes)):
         return  # most likely, one rank downloads first, and the other ranks find its files
     for call in downloads:
         folder = first_argument(call, "root")
