@@ -214,7 +214,8 @@ CASES = [
         "code_in_objects",
         "import torch\nclass A: pass\nclass B: pass\ntorch.serialization.add_safe_globals([A])\n"
         "hvd.broadcast_object(B())  # HERE",
-        "import torch\nclass A: pass\ntorch.serialization.add_safe_globals([A])\nhvd.broadcast_object(A())",
+        "import torch\nclass A: pass\nclass B: pass\nsent = [B]\ntorch.serialization.add_safe_globals([A])\n"
+        "torch.serialization.add_safe_globals(sent)\nhvd.broadcast_object([A(), B()])",
     ),
     (
         "code_in_objects",

@@ -34,7 +34,8 @@ def code_in_objects(source: Source) -> Iterator[Finding]:
 def _registered(source: Source) -> set[str]:
     """Return the names that ``source`` passes to ``torch.serialization.add_safe_globals``: instances can be sent."""
     calls = (call for call in source.calls if source.name(call.func) == "torch.serialization.add_safe_globals")
-    return {name for call in calls for name in variables_in(call)}
+    given = (first_argument(call, "safe_globals") for call in calls)
+    return {name for value in given for each in source.possible_values(value) for name in variables_in(each)}
 
 
 def _code_in(source: Source, value: ast.expr, classes: set[str], *, follow: bool = True) -> str | None:
