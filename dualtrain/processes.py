@@ -113,10 +113,10 @@ def hide_lost_starts() -> None:
     earlier = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        *_, (innermost, _) = traceback.walk_tb(trace)
+        codes = [frame.f_code for frame, _ in traceback.walk_tb(trace)]
         # In this function, which is private, these errors mean that the pipe from the rank has ended too early. Errors in
         # the user's own methods of unpickling have more frames.
-        cut_off = innermost.f_code is spawn._main.__code__
+        cut_off = codes[-1:] == [spawn._main.__code__]
         if not (cut_off and isinstance(error, EOFError | pickle.UnpicklingError)):
             earlier(kind, error, trace)
 

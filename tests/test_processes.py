@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dualtrain.processes import signal_at_parents_end
+from dualtrain.processes import hide_lost_starts, signal_at_parents_end
 from tests.pool import ROOT
 
 # Program that starts the helper processes: the fork server, the resource tracker, and two workers one after the other. It
@@ -210,6 +210,13 @@ if __name__ == "__main__":
     assert end.returncode == -signal.SIGKILL
     last = end.stderr.splitlines()[-1:]
     assert last == (["EOFError: from the user's code"] if content == "Unreadable()" else [])
+
+
+def test_a_fork_server_prints_an_error_that_has_no_traceback(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    hide_lost_starts()
+    sys.excepthook(EOFError, EOFError("here"), None)  # as the user's code may call it
+    assert capsys.readouterr().err == "EOFError: here\n"
 
 
 def test_a_temporary_folder_of_the_parent_program_is_not_removed(tmp_path):
