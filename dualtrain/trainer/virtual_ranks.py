@@ -238,8 +238,9 @@ class VirtualRanks:
         """See :class:`~dualtrain.trainer.parts.Parts`. After a warning that another trainer changes buffers, do nothing."""
         if self._backend.rank == 0 and self._buffers not in _changed_by_others:
             warn_once(
-                f"with virtual_ranks, buffer {name!r} differs between ranks, so the result depends on the number of ranks: "
-                "between steps, run forward passes in evaluation mode (model.eval()), or on every rank with the same inputs"
+                f"with virtual_ranks, buffer {name!r} differs between ranks, so the result may depend on the number of "
+                "ranks: between steps, run forward passes in evaluation mode (model.eval()), or on every rank with the "
+                "same inputs"
             )
 
     def common_buffers(self, model: nn.Module) -> AbstractContextManager[None]:
