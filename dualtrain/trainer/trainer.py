@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -259,7 +260,7 @@ class Trainer:
             warnings.warn("Trainer.step(news=…) is deprecated: use control_flags", DeprecationWarning, stacklevel=2)
             control_flags = news
         try:
-            flags = [float(flag) for flag in control_flags]
+            flags = [*array("d", control_flags)]  # unlike float(), it refuses texts
         except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
             raise ValueError(
                 f"control_flags={control_flags!r} does not consist of numbers: give {CONTROL_FLAGS}, such as zeros"

@@ -493,7 +493,7 @@ def test_control_flags_are_refused_if_they_are_not_three_numbers(compress):
         for flags in ((1.0, 0.0), (1.0,) * 4):
             with pytest.raises(ValueError, match=f"control_flags has {len(flags)} numbers: give 3"):
                 trainer.step([data(8)], 8.0, flags)
-        for flags in (None, 1.0, (None, 0.0, 0.0), "abc", torch.zeros(3, 2)):
+        for flags in (None, 1.0, (None, 0.0, 0.0), "123", ["1", "2", "3"], torch.zeros(3, 2)):
             with pytest.raises(ValueError, match="does not consist of numbers: give 3, such as zeros"):
                 trainer.step([data(8)], 8.0, flags)
         assert trainer.step([data(8)], 8.0, torch.tensor([1.0, 0.0, 2.0])).control_flags == [1.0, 0.0, 2.0]
