@@ -352,15 +352,18 @@ class Trainer:
     def split(self, batch: Tensors) -> list[Tensors | None]:
         """Split a global batch (inputs, targets), the same on every rank; return the batch of each of :attr:`shards`.
 
-        Shards differ by one sample at most. A shard without samples gets ``None``.
+        Shards differ by one sample at most. A shard without samples gets ``None``. Besides tensors, objects that are
+        indexed by sample numbers can be split, such as a TensorDict.
 
         Raises:
-            TypeError: ``batch`` is not a pair of tensors.
+            TypeError: ``batch`` is not a pair, or has a tuple, list or dict in place of a tensor.
             ValueError: the trainer has no virtual ranks.
         """
         if not isinstance(self._parts, VirtualRanks):
             raise ValueError("only a trainer with virtual_ranks has shards: give virtual_ranks, or split the batch by rank")
-        _check_pair(batch, "split other batches yourself, into one batch for each of trainer.shards")
+        pair = isinstance(batch, tuple | list) and len(batch) == 2
+        if not pair or any(isinstance(part, tuple | list | dict) for part in batch):
+            _check_pair(batch, "split other batches yourself, into one batch for each of trainer.shards")
         return self._parts.split(batch)
 
     # -- any loader -------------------------------------------------------------------------------------------------

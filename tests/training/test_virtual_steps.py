@@ -205,6 +205,7 @@ def refused(backend):
     for batch, found in ((((inputs, inputs), targets), "tuple, Tensor"), (({"x": inputs}, targets), "dict, Tensor")):
         with pytest.raises(TypeError, match=rf"pair of tensors, .*not tuple of {found}: split other batches"):
             trainer.split(batch)
+    assert all(len(part[1]) for part in trainer.split((inputs.numpy(), targets)))  # other objects may be indexed by samples
     trainer.close()
     plain = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
     with pytest.raises(ValueError, match="only a trainer with virtual_ranks has shards"):
