@@ -887,6 +887,13 @@ CASES = [
         "    if isfinite(loss) and loss < 9:\n        optimizer.step()",
     ),
     (
+        "accumulation_without_passes",  # through two variables and bool(); no finding if the index of the data is i % N
+        WRAP + "for i, x in enumerate(data):\n    last = bool((i + 1) % n == 0)\n    due = last or i == end\n"
+        "    model(x).backward()\n    if due and training:\n        optimizer.step()  # HERE",
+        WRAP + "for i in range(9):\n    model(data[i % n]).backward()\n    ok = isfinite(model(data[i % n]))\n"
+        "    if ok:\n        optimizer.step()",
+    ),
+    (
         "accumulation_without_passes",  # no finding if the condition is the same in all iterations
         WRAP + "for i, x in enumerate(data):\n    last = i % 4 == 3\n    model(x).backward()\n"
         "    if last and training:\n        optimizer.step()  # HERE",

@@ -82,25 +82,43 @@ def _changes_in(loop: ast.For | ast.While, value: ast.expr) -> bool:
 
 
 def _modulo(source: Source, test: ast.expr) -> ast.BinOp | None:
-    """Return ``i % N`` in ``test``, or in the value of a variable that is ``test`` or an operand of it.
+    """Return ``i % N`` in ``test``, in the value of ``test``, or in a condition whose variables decide on ``test``.
 
-    A variable inside a call does not count: the value of ``loss`` in ``if isfinite(loss)`` may contain ``data[i % N]``.
+    An index does not count, nor does a call (other than ``bool()`` and ``int()``) in the value of an operand: the loss in
+    ``if isfinite(loss)`` may be computed from ``data[i % N]``.
     """
-    whole = (node for value in source.possible_values(test) for node in ast.walk(value))
-    values = (value for operand in _operands(test) for value in source.possible_values(operand))
-    for node in (*whole, *(operand for value in values for operand in _operands(value))):
+    whole = (node for value in source.possible_values(test) for node in _without_indices(value))
+    for node in (*whole, *_operands(source, test, set())):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and not isinstance(node.left, ast.Constant):
             return node
     return None
 
 
-def _operands(condition: ast.expr) -> Iterator[ast.expr]:
-    """Yield ``condition``, and all operands of its ``not``, ``and``, ``or`` and comparisons."""
+def _without_indices(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield ``node`` and the nodes in it, except those inside the index of ``data[i]``."""
+    yield node
+    for child in [node.value] if isinstance(node, ast.Subscript) else ast.iter_child_nodes(node):
+        yield from _without_indices(child)
+
+
+def _operands(source: Source, condition: ast.expr, seen: set[str]) -> Iterator[ast.expr]:
+    """Yield ``condition``, and the operands of its ``not``, ``and``, ``or``, comparisons, ``bool()`` and ``int()``.
+
+    Yield the values of variables among them, too, and the operands of these values. The variables in ``seen`` are left out;
+    those that are found are added to it.
+    """
     yield condition
-    if isinstance(condition, ast.BoolOp | ast.UnaryOp | ast.Compare):
-        for operand in ast.iter_child_nodes(condition):
-            if isinstance(operand, ast.expr):
-                yield from _operands(operand)
+    inside: list[ast.AST] = []
+    if isinstance(condition, ast.BoolOp | ast.UnaryOp | ast.Compare | ast.IfExp | ast.NamedExpr):
+        inside = list(ast.iter_child_nodes(condition))
+    elif isinstance(condition, ast.Call) and last_name(condition.func) in ("bool", "int"):
+        inside = [*condition.args]
+    elif (text := ast.unparse(condition)) not in seen:
+        seen.add(text)
+        inside = [*source.values.get(text, ())]
+    for operand in inside:
+        if isinstance(operand, ast.expr):
+            yield from _operands(source, operand, seen)
 
 
 def _inner_loop(source: Source, events: list[Event], step: Event) -> tuple[ast.expr | None] | None:
