@@ -1046,6 +1046,14 @@ CASES = [
         "    kind = datasets.CIFAR10\ndata = kind('x', download=True)",
     ),
     (
+        "downloaded_by_all_ranks",  # no finding if another function's variable of the same name holds the class
+        "from torchvision import datasets\nhvd.init()\n" + WRAP + "def load(kind):\n"
+        "    return kind('x', download=True)  # HERE\nload(datasets.MNIST)",
+        "from torchvision import datasets\nhvd.init()\n" + WRAP + "kind = datasets.MNIST\ndef load(kind):\n"
+        "    return kind('x', download=True)\ndef make():\n    kind = Own\n    return kind('x', download=True)\n"
+        "load(Own)\nmake()",
+    ),
+    (
         "downloaded_by_all_ranks",
         "from torchvision import datasets\nhvd.init()\n" + WRAP + "if args.data:\n"
         "    data = datasets.MNIST('x', download=True)  # HERE",

@@ -9,7 +9,16 @@ from collections.abc import Iterator
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.names import COLLECTIVES
-from dualtrain.horovodize.nodes import argument_at, first_argument, given_values, is_bool, keyword, last_name, names_in
+from dualtrain.horovodize.nodes import (
+    argument_at,
+    arms,
+    first_argument,
+    given_values,
+    is_bool,
+    keyword,
+    last_name,
+    names_in,
+)
 from dualtrain.horovodize.order import ENTRY_POINTS, arguments, calls_of, nodes_after, runs_on_driver
 from dualtrain.horovodize.rules.paths import depends_on_process, is_option, nodes_of, origins
 from dualtrain.horovodize.source import Finding, Function, Source
@@ -275,7 +284,7 @@ def downloaded_by_all_ranks(source: Source) -> Iterator[Finding]:
     """A data set of torchvision that all ranks download to the same folder; at most one finding."""
     guards = Guards.of(source)
     downloads = [call for call in source.calls if _downloads(source, call)]
-    nodes = (node for call in downloads for node in (call, *source.possible_values(call.func), *_callers(source, call)))
+    nodes = (node for call in downloads for node in (call, *_called(source, call), *_callers(source, call)))
     if any(map(guards.looks_like_one_rank, nodes)):
         return  # most likely, one rank downloads first, and the other ranks find its files
     for call in downloads:
@@ -302,9 +311,24 @@ def _callers(source: Source, node: ast.AST) -> list[ast.Call]:
 
 
 def _downloads(source: Source, call: ast.Call) -> bool:
-    names = (source.name(value) for value in source.possible_values(call.func))
-    is_torchvision = any(name.startswith("torchvision.datasets.") for name in names)
-    return is_torchvision and is_bool(argument_at(call, 4, "download"), True)
+    if not is_bool(argument_at(call, 4, "download"), True):
+        return False
+    return any(source.name(value).startswith("torchvision.datasets.") for value in _called(source, call))
+
+
+def _called(source: Source, call: ast.Call) -> list[ast.expr]:
+    """Return what ``call`` may call: the expression or, for a variable, its values in this function or else in all others.
+
+    If the variable is a parameter, what the function's calls pass for it counts in place of the values in other functions.
+    """
+    func, scope = call.func, source.scope(call)
+    found = [value for text, value, at in source.assignments if text == ast.unparse(func) and source.scope(at) is scope]
+    if isinstance(scope, Function) and isinstance(func, ast.Name) and func.id in source.parameters(call):
+        given = [source.argument(scope, each, func.id) for each in _callers(source, call)]
+        found += [value for each in given for value in source.possible_values(each)]
+    else:
+        found = [func, *(found or source.possible_values(func))]
+    return [arm for value in found for arm in arms(value)]
 
 
 def _is_locked(source: Source, call: ast.Call) -> bool:
