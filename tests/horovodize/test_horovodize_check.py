@@ -218,6 +218,15 @@ CASES = [
         "torch.serialization.add_safe_globals(sent)\nhvd.broadcast_object([A(), B()])",
     ),
     (
+        "code_in_objects",  # classes that a loop, a function, a decorator or a context manager registers
+        "import torch\nclass A: pass\nclass B: pass\nfor kind in (A,):\n"
+        "    torch.serialization.add_safe_globals([kind])\nhvd.broadcast_object(B())  # HERE",
+        "import torch\ndef register(kind):\n    torch.serialization.add_safe_globals([kind])\n    return kind\n"
+        "class A: pass\nclass B: pass\n@register\nclass C: pass\nclass D: pass\nfor one in (A,):\n"
+        "    torch.serialization.add_safe_globals([one])\nregister(B)\nwith torch.serialization.safe_globals([D]):\n"
+        "    hvd.broadcast_object([A(), B(), C(), D()])",
+    ),
+    (
         "code_in_objects",
         "def f(): pass\nhvd.broadcast_object(obj=f)  # HERE",
         "def f(): pass\nhvd.broadcast_object(obj=f())",

@@ -6,8 +6,8 @@ import ast
 from collections.abc import Iterator
 
 from dualtrain.horovodize.names import OBJECTS
-from dualtrain.horovodize.nodes import first_argument, variables_in
-from dualtrain.horovodize.source import Finding, Source
+from dualtrain.horovodize.nodes import first_argument, given_values, last_name, variables_in
+from dualtrain.horovodize.source import Finding, Function, Source
 
 _SCHEDULE = "a learning-rate schedule"
 
@@ -32,10 +32,39 @@ def code_in_objects(source: Source) -> Iterator[Finding]:
 
 
 def _registered(source: Source) -> set[str]:
-    """Return the names that ``source`` passes to ``torch.serialization.add_safe_globals``: instances can be sent."""
-    calls = (call for call in source.calls if source.name(call.func) == "torch.serialization.add_safe_globals")
-    given = (first_argument(call, "safe_globals") for call in calls)
-    return {name for value in given for each in source.possible_values(value) for name in variables_in(each)}
+    """Return names that ``source`` may pass to ``torch.serialization.add_safe_globals``: instances can be sent.
+
+    Classes with a decorator that calls ``add_safe_globals`` count, too.
+    """
+    calls = [call for call in source.calls if source.name(call.func) in _REGISTER]
+    decorators = {getattr(source.scope(call), "name", "") for call in calls} - {""}
+    found = {one.name for one in source.classes if decorators & set(map(last_name, one.decorator_list))}
+    values = [value for call in calls for value in given_values(call)]
+    for value in values:  # this list grows by what may be in the variables
+        for node in ast.walk(value):
+            if (name := last_name(node)) and name not in found:
+                found.add(name)
+                values += _origins(source, node)
+    return found
+
+
+_REGISTER = ("torch.serialization.add_safe_globals", "torch.serialization.safe_globals")
+
+
+def _origins(source: Source, variable: ast.AST) -> Iterator[ast.expr]:
+    """Yield the expressions from which ``variable``, or its elements if it is a container, may get their values."""
+    name, scope = last_name(variable), source.scope(variable)
+    yield from (value for target, value, _ in source.assignments if target.partition("[")[0].rpartition(".")[2] == name)
+    yield from (loop.iter for loop in source.nodes if isinstance(loop, ast.For) and name in variables_in(loop.target))
+    for call in source.calls:
+        if isinstance(call.func, ast.Attribute) and call.func.attr in _ADD and last_name(call.func.value) == name:
+            yield from given_values(call)
+    if isinstance(scope, Function) and name in {each.arg for each in ast.walk(scope.args) if isinstance(each, ast.arg)}:
+        users = (source.parents[mention] for mention in source.mentions.get(scope.name, ()))
+        yield from (value for user in users if isinstance(user, ast.Call) for value in given_values(user))
+
+
+_ADD = ("add", "append", "extend", "insert", "update")
 
 
 def _code_in(source: Source, value: ast.expr, classes: set[str], *, follow: bool = True) -> str | None:
