@@ -731,6 +731,13 @@ CASES = [
         "wrap(torch.optim.Adam(p))\nadam = torch.optim.Adam(p, weight_decay=0.1)",
     ),
     (
+        "optimizer_state",  # what the function's calls pass for its parameter counts
+        "from horovod.torch.elastic.state import TorchState\ndef fit(m, o):\n    o = hvd.DistributedOptimizer(o)\n"
+        "    TorchState(m, o)  # HERE\nfit(m, torch.optim.Adam(p))",
+        "def fit(m, o):\n    o = hvd.DistributedOptimizer(o)\n    hvd.elastic.TorchState(m, o)\n"
+        "fit(m, torch.optim.SGD(p, 0.1))\nhvd.elastic.TorchState(m, None)",
+    ),
+    (
         "optimizer_state",
         "o[i] = hvd.DistributedOptimizer(o[i])\nhvd.broadcast_optimizer_state(o[i], 0)  # HERE",
         "self.o = torch.optim.Adagrad(p)\nself.o = hvd.DistributedOptimizer(self.o)\n"

@@ -112,10 +112,10 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
     state calls broadcast_optimizer_state, too.
     """
     guards = Guards.of(source)
-    for call in source.hvd_calls("broadcast_optimizer_state", "elastic.TorchState"):
-        is_state = source.hvd(call.func) == "elastic.TorchState"
+    for call in source.hvd_calls("broadcast_optimizer_state", *_STATES):
+        is_state = source.hvd(call.func) in _STATES
         given = argument_at(call, 1 if is_state else 0, "optimizer")
-        if is_state and given is None:
+        if is_state and _is_one_of(source, given, (None,)):
             continue
         if guards.is_without_horovod(call) or (given is not None and _ignores_zeros(source, given, call)):
             continue
@@ -131,6 +131,9 @@ def optimizer_state(source: Source) -> Iterator[Finding]:
         )
         yield Finding(call.lineno, "differs", message)
         return
+
+
+_STATES = ("elastic.TorchState", "elastic.state.TorchState")
 
 
 def _gets_plain_optimizer(source: Source, call: ast.Call, optimizer: ast.expr) -> bool:
@@ -200,14 +203,15 @@ def _ignores_zeros(source: Source, optimizer: ast.expr, call: ast.Call, depth: i
 
     True for SGD that certainly has no weight decay and no dampening. (torch applies dampening from an optimizer's second
     step on, so an extra step has an effect.) True also for Adagrad, which Horovod does not step because it has a state
-    from the start.
+    from the start. If ``optimizer`` is a parameter, what the function's calls pass counts.
     """
     if not isinstance(optimizer, ast.Call):
         text = ast.unparse(optimizer)
         # Leave out the wrapper in optimizer = hvd.DistributedOptimizer(optimizer): the variable's other values decide.
         before = _values_before(source, optimizer, call)
-        values = [value for value in before if ast.unparse(_unwrapped(source, value)) != text]
-        return depth < 4 and bool(values) and all(_ignores_zeros(source, value, call, depth + 1) for value in values)
+        values = [(value, call) for value in before if ast.unparse(_unwrapped(source, value)) != text]
+        values += [(value, at) for at, value in _calls_with_optimizer(source, optimizer)]
+        return depth < 4 and bool(values) and all(_ignores_zeros(source, value, at, depth + 1) for value, at in values)
     if (inner := _unwrapped(source, optimizer)) is not optimizer:
         return _ignores_zeros(source, inner, call, depth + 1)
     if source.name(optimizer.func) == "torch.optim.SGD":
