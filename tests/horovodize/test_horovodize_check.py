@@ -903,6 +903,13 @@ CASES = [
         "    if isfinite(loss) and loss < 9:\n        optimizer.step()",
     ),
     (
+        "accumulation_without_passes",  # continue; no finding if backward comes after it
+        WRAP + "for i, x in enumerate(data):\n    model(x).backward()\n    if (i + 1) % 4 != 0:\n        continue\n"
+        "    optimizer.step()  # HERE",
+        WRAP + "for i, x in enumerate(data):\n    if (i + 1) % 4 != 0:\n        continue\n    model(x).backward()\n"
+        "    optimizer.step()",
+    ),
+    (
         "accumulation_without_passes",  # through two variables and bool(); no finding if the index of the data is i % N
         WRAP + "for i, x in enumerate(data):\n    last = bool((i + 1) % n == 0)\n    due = last or i == end\n"
         "    model(x).backward()\n    if due and training:\n        optimizer.step()  # HERE",

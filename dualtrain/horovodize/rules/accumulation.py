@@ -42,25 +42,42 @@ def _may_have_passes(wrap: ast.Call) -> bool:
 
 
 def _every_nth(source: Source, events: list[Event], step: Event) -> tuple[ast.expr | None] | None:
-    """Return ``(N,)`` for ``backward(); if i % N == 0: step()``, else None."""
-    for above in source.above(step.node):
-        if isinstance(above, _LOOP | Function):
-            return None
-        if isinstance(above, ast.If) and (modulo := _modulo(source, above.test)) is not None:
-            if any(event.kind == "backward" and above in source.above(event.node) for event in events):
+    """Return ``(N,)`` for ``backward(); if i % N == 0: step()``, or with ``if i % N: continue``; else None."""
+    loop = next((above for above in source.above(step.node) if isinstance(above, _LOOP | Function)), None)
+    if not isinstance(loop, _LOOP):
+        return None
+    for test, inside in _branches(source, step.node):
+        if (modulo := _modulo(source, test)) is not None:
+            if any(event.kind == "backward" and event.node in inside for event in events):
                 return None
-            loop = next((one for one in source.above(above) if isinstance(one, _LOOP)), None)
             passes = source.constant(modulo.right)
-            if loop is None or not _changes_in(loop, modulo.left) or (passes is not None and passes.value == 1):
+            if not _changes_in(loop, modulo.left) or (passes is not None and passes.value == 1):
                 return None
-            around = [
-                event for event in events if loop in source.above(event.node) and above not in source.above(event.node)
-            ]
+            around = [event for event in events if loop in source.above(event.node) and event.node not in inside]
             around = [event for event in around if not _depends_on(source, event, modulo.right, loop)]
             kinds = {event.kind for event in around if event.optimizer in ("", step.optimizer)}
             steps_elsewhere = kinds & {"step", "scaled step", "synchronize"}
             return (modulo.right,) if "backward" in kinds and not steps_elsewhere else None
     return None
+
+
+def _branches(source: Source, node: ast.AST) -> Iterator[tuple[ast.expr, set[ast.AST]]]:
+    """Yield the condition and nodes of each ``if`` around ``node`` in its innermost loop.
+
+    For ``if …: continue`` before ``node``, in the same block or one around it, yield the nodes after it in this block.
+    """
+    below = node
+    for above in source.above(node):
+        if isinstance(below, ast.stmt):
+            block = source.block(below)
+            for place, earlier in enumerate(block[: block.index(below)]):
+                if isinstance(earlier, ast.If) and isinstance(earlier.body[-1], ast.Continue):
+                    yield earlier.test, {part for later in block[place + 1 :] for part in ast.walk(later)}
+        if isinstance(above, _LOOP):
+            return
+        if isinstance(above, ast.If):
+            yield above.test, set(ast.walk(above))
+        below = above
 
 
 def _depends_on(source: Source, event: Event, passes: ast.expr, loop: ast.AST) -> bool:
