@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from dualtrain import BackendError, PeerFailedError
+from dualtrain import BackendError, DistributedOptimizer, PeerFailedError
 from dualtrain.gradients import GradientReducer, Transfer
 from tests.forked import wait_until
 from tests.models_for_tests import (
@@ -736,6 +736,32 @@ def steps_in_backward(backend):
 def test_steps_in_hooks_are_refused_if_they_use_local_gradients():
     for size in (1, 2):
         run_threads(size, steps_in_backward)
+
+
+def steps_before_the_hook_of_the_reducer(backend, set_to_none, size):
+    """In a hook of each parameter that runs before the reducer's, step an optimizer of the parameter alone."""
+    model, optimizers = perceptron(), {}
+
+    def step(p):
+        optimizers[p].step()
+        optimizers[p].zero_grad(set_to_none)
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+        optimizer = torch.optim.SGD([p], lr=0.1)
+        optimizers[p] = optimizer if backend is None else DistributedOptimizer(optimizer, backend=backend)
+    for _ in range(3):
+        ranks = range(size) if backend is None else [backend.rank]
+        (sum(vector_loss(model, rank) for rank in ranks) / len(ranks)).backward()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_optimizers_may_step_in_hooks_that_run_before_those_of_the_reducer(set_to_none):
+    for size in (1, 2):
+        alone = steps_before_the_hook_of_the_reducer(None, set_to_none, size)
+        for result in run_threads(size, steps_before_the_hook_of_the_reducer, set_to_none, size):
+            torch.testing.assert_close(result, alone)
 
 
 def drops_in_backward(backend):
