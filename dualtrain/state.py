@@ -13,6 +13,7 @@ import torch
 from dualtrain.backends import Backend
 from dualtrain.backends.collectives import check_backend
 from dualtrain.backends.comparison import agree_on_list
+from dualtrain.backends.dtensor import is_dtensor
 from dualtrain.backends.inference import ordinary
 from dualtrain.backends.wire import as_bytes, checked_dense, from_bytes, shares_elements
 from dualtrain.gradients.parameters import check_module, check_optimizer
@@ -212,11 +213,16 @@ def weights_sha256(model: torch.nn.Module | Mapping[str, torch.Tensor]) -> str:
     """Return a hash of the tensors (parameters, persistent buffers) of a model or a ``state_dict()``, in name order.
 
     Hashes are equal if and only if all names, dtypes, shapes and bits are equal.
+
+    Raises:
+        ValueError: a tensor is a DTensor.
     """
     digest = hashlib.sha256()
     for name, tensor in _named(model.state_dict() if isinstance(model, torch.nn.Module) else model):
         if not isinstance(tensor, torch.Tensor):
             continue
+        if is_dtensor(tensor):  # its own memory is empty
+            raise ValueError(f"{name!r} is a DTensor, of which each rank has another shard: pass its full_tensor()")
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(as_bytes(tensor).cpu().numpy().data)
     return digest.hexdigest()

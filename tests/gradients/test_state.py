@@ -581,3 +581,11 @@ def test_the_hash_ignores_entries_that_are_not_tensors():
     plain = seeded(nn.Linear(2, 2))
     extra = seeded(Extra(2, 2))
     assert weights_sha256(extra) == weights_sha256(plain)
+
+
+def test_a_hash_of_a_dtensor_is_refused():
+    class DTensor(torch.Tensor):
+        pass
+
+    with pytest.raises(ValueError, match=r"'shard' is a DTensor, .*: pass its full_tensor"):
+        weights_sha256({"shard": torch.zeros(2).as_subclass(DTensor)})
