@@ -36,6 +36,9 @@ class Reducer(Protocol):
 
     hooks: ParameterHooks
 
+    def gradient_accumulated(self, slot: Slot) -> None:
+        """Handle a gradient that autograd has accumulated, before hooks that the program registered earlier see it."""
+
     def gradient_ready(self, slot: Slot) -> None:
         """Handle a gradient that autograd has accumulated. Called for each gradient in every backward pass."""
 
@@ -131,6 +134,8 @@ class ParameterHooks:
                 self._nodes.append(node)
             self.slots.append(Slot(name, p, node_hooks=_node_hooks(node)))
             hook = _make_hook(reducer, len(self.slots) - 1, name)
+            if any(not hasattr(other, "reducer") for other in (p._post_accumulate_grad_hooks or {}).values()):
+                self._handles.append(_register_first(p, _make_first_hook(reducer, len(self.slots) - 1)))
             self._handles.append(p.register_post_accumulate_grad_hook(hook))
             self._params.append(p)
             self._attributes.append(vars(p))
@@ -205,9 +210,34 @@ def _make_hook(reducer: Reducer, number: int, name: str) -> Callable[[torch.Tens
                 "was garbage-collected. Keep it as long as the model trains, or call its close() first"
             )
 
+    hook.reducer = ref  # type: ignore[attr-defined]
     hook.watcher = ref, name  # type: ignore[attr-defined]
     _observe_replacements()
     return hook
+
+
+def _make_first_hook(reducer: Reducer, number: int) -> Callable[[torch.Tensor], None]:
+    """Return a hook for slot ``number`` that runs before the program's hooks, which may step the optimizer."""
+    ref = weakref.ref(reducer)
+
+    @not_compiled
+    def hook(p: torch.Tensor) -> None:
+        living = ref()
+        if living is not None and living.hooks.slots[number].param is p:
+            living.gradient_accumulated(living.hooks.slots[number])
+
+    hook.reducer = ref  # type: ignore[attr-defined]
+    return hook
+
+
+def _register_first(p: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+    """Register a hook on ``p`` that runs before those that ``p`` has."""
+    handle: RemovableHandle = p.register_post_accumulate_grad_hook(hook)
+    # torch (2.5 to 2.15) has no public way to order the hooks of a parameter. It ignores ``OrderedDict.move_to_end``.
+    hooks = p._post_accumulate_grad_hooks
+    for key in [key for key in hooks if key != handle.id]:
+        hooks[key] = hooks.pop(key)
+    return handle
 
 
 def _node_hooks(node: Node) -> Mapping[int, Any]:
@@ -251,7 +281,7 @@ def remove_freed(p: torch.Tensor) -> None:
     """
     # torch (2.5 to 2.15) has no public way to list the hooks of a parameter.
     hooks = p._post_accumulate_grad_hooks or {}
-    for key in [key for key, hook in hooks.items() if hasattr(hook, "watcher") and hook.watcher[0]() is None]:
+    for key in [key for key, hook in hooks.items() if hasattr(hook, "reducer") and hook.reducer() is None]:
         del hooks[key]
 
 

@@ -37,13 +37,6 @@ def at_end_of_pass(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-def running_hooks() -> tuple[int, int] | None:
-    """Return the number of the running backward pass, and the id of the parameter whose hooks are running, if any are."""
-    # Private in torch 2.5 to 2.15, both. Only the node that accumulates a parameter's gradient has the attribute.
-    parameter = getattr(torch._C._current_autograd_node(), "variable", None)
-    return None if parameter is None else (torch._C._current_graph_task_id(), id(parameter))
-
-
 def _after_node(node: Any, call: Callable[[], None]) -> None:
     """Call ``call`` at the end of the backward pass that ``node`` belongs to."""
     calls = [call]

@@ -25,7 +25,7 @@ from dualtrain.gradients.exchange import Exchange, Unused
 from dualtrain.gradients.hooks import ModuleAttribute, ParameterHooks, has_later_hook
 from dualtrain.gradients.layout import AVERAGE, Transfer
 from dualtrain.gradients.parameter_order import refuse_other_order
-from dualtrain.gradients.passes import EndOfPass, at_end_of_pass, running_hooks
+from dualtrain.gradients.passes import EndOfPass, at_end_of_pass
 from dualtrain.gradients.refusals import SENT_DROPPED
 from dualtrain.gradients.slots import Slot
 from dualtrain.gradients.sparse import sparse_dims
@@ -125,7 +125,6 @@ class GradientReducer:
         #: The number of the round (one exchange) in which a failed backward pass had sent gradients before ``zero_grad``
         #: dropped them; else ``None``.
         self._dropped_round: int | None = None
-        self._stepped_in: tuple[int, int] | None = None  # the hooks of a parameter that have called the last step
         self.add(named_parameters)
 
     def _enter(self, backend: Backend) -> None:
@@ -335,8 +334,6 @@ class GradientReducer:
         self._summed_version = -1
         self._step_check.record([])
         self._exchange.refusals.steps += stepped
-        if stepped:
-            self._stepped_in = running_hooks()
         self._exchange.refusals.sent_dropped = False
         sent = self._exchange.schedule.next > 0
         self._dropped_round = self._exchange.schedule.round if sent and not self._is_running else None
@@ -408,11 +405,16 @@ class GradientReducer:
         """Record that parameter ``name``, or a module that has it, was replaced: see ``Refusals.record_replacement``."""
         self._exchange.refusals.record_replacement(attribute, name)
 
+    def gradient_accumulated(self, slot: Slot) -> None:
+        """Record that a gradient is this rank's own, and the number of steps, before hooks of the program may step."""
+        self._exchange.reduced, self.has_local = False, True
+        slot.steps = self.steps
+
     def gradient_ready(self, slot: Slot) -> None:
         """Mark a gradient ready, and send the buckets that are complete and next in order. Runs for each gradient."""
-        if self._stepped_in is not None and self._stepped_in == running_hooks():
-            return  # a hook of the user that runs before this one has stepped, with the average of this gradient
         exchange = self._exchange
+        if slot.steps is not None and slot.steps != exchange.refusals.steps:
+            return  # a hook of the program that runs before this one has stepped, with the average of this gradient
         exchange.reduced, self.has_local = False, True
         running = self._is_running
         if self._paused:

@@ -72,6 +72,8 @@ class Slot:
     ready_version: int = 0
     #: Backward passes that have reached the parameter since the last exchange; counted by the reducers of ``hvd`` only.
     passes: int = 0
+    #: The number of the reducer's steps before the hooks that the program registered earlier; ``None`` if it had none.
+    steps: int | None = None
     #: Whether the gradient may be copied to the bucket as soon as it is ready, before the bucket is complete.
     copies_early: bool = False
     #: The hooks on the autograd node that accumulates the gradient.

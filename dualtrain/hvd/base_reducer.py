@@ -438,6 +438,9 @@ class HorovodReducer(ABC):
         """
         self.refusals.record_replacement(attribute, name)
 
+    def gradient_accumulated(self, slot: Slot) -> None:  # noqa: B027 -- Horovod ignores such hooks
+        """Do nothing."""
+
     def gradient_ready(self, slot: Slot) -> None:
         """Count one more backward pass for a gradient. After the last pass, call :meth:`slot_ready`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from contextlib import nullcontext
 
 import pytest
@@ -738,30 +739,59 @@ def test_steps_in_hooks_are_refused_if_they_use_local_gradients():
         run_threads(size, steps_in_backward)
 
 
-def steps_before_the_hook_of_the_reducer(backend, set_to_none, size):
-    """In a hook of each parameter that runs before the reducer's, step an optimizer of the parameter alone."""
-    model, optimizers = perceptron(), {}
+def steps_before_the_hook_of_the_reducer(backend, set_to_none, every, size):
+    """In ``every``-th call of a hook that runs before the reducer's, step an optimizer of the hook's parameter alone."""
+    model, optimizers, calls = perceptron(), {}, Counter()
 
     def step(p):
-        optimizers[p].step()
-        optimizers[p].zero_grad(set_to_none)
+        calls[p] += 1
+        if calls[p] % every == 0:
+            optimizers[p].step()
+            optimizers[p].zero_grad(set_to_none)
 
     for p in model.parameters():
         p.register_post_accumulate_grad_hook(step)
         optimizer = torch.optim.SGD([p], lr=0.1)
         optimizers[p] = optimizer if backend is None else DistributedOptimizer(optimizer, backend=backend)
-    for _ in range(3):
+    for _ in range(4):
         ranks = range(size) if backend is None else [backend.rank]
         (sum(vector_loss(model, rank) for rank in ranks) / len(ranks)).backward()
     return [p.detach().clone() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_optimizers_may_step_in_hooks_that_run_before_those_of_the_reducer(set_to_none):
+@pytest.mark.parametrize("every", [1, 2])
+def test_optimizers_may_step_in_hooks_that_run_before_those_of_the_reducer(set_to_none, every):
     for size in (1, 2):
-        alone = steps_before_the_hook_of_the_reducer(None, set_to_none, size)
-        for result in run_threads(size, steps_before_the_hook_of_the_reducer, set_to_none, size):
+        alone = steps_before_the_hook_of_the_reducer(None, set_to_none, every, size)
+        for result in run_threads(size, steps_before_the_hook_of_the_reducer, set_to_none, every, size):
             torch.testing.assert_close(result, alone)
+
+
+def steps_before_the_gradient_is_accumulated(backend, size):
+    """In a hook that runs before autograd accumulates a gradient, step with the clipped gradient of the last backward."""
+    model, optimizers = perceptron(), {}
+
+    def step(p):
+        optimizers[p].step()
+        optimizers[p].zero_grad()
+
+    for p in model.parameters():
+        p.register_hook(lambda _, p=p: step(p))
+        optimizer = torch.optim.SGD([p], lr=0.1)
+        optimizers[p] = optimizer if backend is None else DistributedOptimizer(optimizer, backend=backend)
+    for _ in range(3):
+        ranks = range(size) if backend is None else [backend.rank]
+        (sum(vector_loss(model, rank) for rank in ranks) / len(ranks)).backward()
+        for p in model.parameters():
+            nn.utils.clip_grad_norm_([p], 0.01)
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_gradients_are_averaged_in_backward_if_optimizers_step_before_they_are_accumulated():
+    alone = steps_before_the_gradient_is_accumulated(None, 2)
+    for result in run_threads(2, steps_before_the_gradient_is_accumulated, 2):
+        torch.testing.assert_close(result, alone)
 
 
 def drops_in_backward(backend):
