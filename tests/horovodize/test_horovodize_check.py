@@ -910,6 +910,45 @@ CASES = [
         "    optimizer.step()",
     ),
     (
+        "accumulation_without_passes",  # a continue before the one that decides; no finding if backward is in the else
+        WRAP + "for i, x in enumerate(data):\n    if i % 9 == 0:\n        continue\n    model(x).backward()\n"
+        "    if (i + 1) % 4:\n        continue\n    optimizer.step()  # HERE",
+        WRAP + "for i, x in enumerate(data):\n    if i % 9 == 0:\n        continue\n    else:\n"
+        "        model(x).backward()\n    optimizer.step()",
+    ),
+    (
+        "accumulation_without_passes",  # no finding if functions that the branch calls take a step, or call backward
+        WRAP + "def both():\n    optimizer.step()\n    log()\nfor i, x in enumerate(data):\n    model(x).backward()\n"
+        "    if i % 9:\n        continue\n    optimizer.step()  # HERE",
+        WRAP + "def both():\n    optimizer.step()\n    log()\nfor i, x in enumerate(data):\n    model(x).backward()\n"
+        "    if i % 9 == 0:\n        both()\n        continue\n    optimizer.step()\ndef loss():\n"
+        "    optimizer.zero_grad()\n    model(x).backward()\nfor i in range(9):\n    critic(x).backward()\n"
+        "    if i % 4 == 0:\n        loss()\n        optimizer.step()",
+    ),
+    (
+        "accumulation_without_passes",  # no finding for another function's variable, or for the index in a condition's call
+        WRAP + "for i in range(9):\n    model(x).backward()\n    ok = (i + 1) % 4 == 0\n    if ok and on:\n"
+        "        optimizer.step()  # HERE",
+        WRAP + "def log(i):\n    ok = i % 9 == 0\nfor i in range(9):\n    model(x).backward()\n    ok = good(x)\n"
+        "    if not ok or isnan(model(load(i % 4))):\n        continue\n    optimizer.step()",
+    ),
+    (
+        "accumulation_without_passes",  # no finding if i % N decides on a value that is compared
+        WRAP + "for i in range(9):\n    model(x).backward()\n    ok = True if i % 2 else False\n    if ok and on:\n"
+        "        optimizer.step()  # HERE",
+        WRAP + "for i in range(9):\n    loss = one(x) if i % 2 else two(x)\n    loss.backward()\n    if loss < 9:\n"
+        "        optimizer.step()",
+    ),
+    (
+        "accumulation_without_passes",  # no finding if backward has the same condition, or if optimizers take turns
+        WRAP + "for i in range(9):\n    if on:\n        model(x).backward()\n    if i % 2 == 0:\n"
+        "        optimizer.step()  # HERE",
+        WRAP + "other = hvd.DistributedOptimizer(other)\nfor i in range(9):\n    if i % 2 == 0:\n"
+        "        model(x).backward()\n    if i % 2 == 0:\n        optimizer.step()\n    on = i % 2 == 0\n    if on:\n"
+        "        model(x).backward()\n    if not on:\n        continue\n    optimizer.step()\nfor i in range(9):\n"
+        "    model(x).backward()\n    if i % 2 == 0:\n        optimizer.step()\n        continue\n    other.step()",
+    ),
+    (
         "accumulation_without_passes",  # through two variables and bool(); no finding if the index of the data is i % N
         WRAP + "for i, x in enumerate(data):\n    last = bool((i + 1) % n == 0)\n    due = last or i == end\n"
         "    model(x).backward()\n    if due and training:\n        optimizer.step()  # HERE",

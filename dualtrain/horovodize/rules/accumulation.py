@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.events import STEP_KINDS, Event, events_by_scope
 from dualtrain.horovodize.guards import Guards
-from dualtrain.horovodize.nodes import calls_in, is_stored, last_name, names_in, variables_in
+from dualtrain.horovodize.nodes import arms, calls_in, is_bool, is_stored, last_name, names_in, variables_in
 from dualtrain.horovodize.rules.losses import models_of_loss, models_of_optimizer
 from dualtrain.horovodize.source import Finding, Function, Source
 
@@ -46,50 +46,75 @@ def _every_nth(source: Source, events: list[Event], step: Event) -> tuple[ast.ex
     loop = next((above for above in source.above(step.node) if isinstance(above, _LOOP | Function)), None)
     if not isinstance(loop, _LOOP):
         return None
-    for test, inside in _branches(source, step.node):
-        if (modulo := _modulo(source, test)) is not None:
-            if any(event.kind == "backward" and event.node in inside for event in events):
-                return None
-            passes = source.constant(modulo.right)
-            if not _changes_in(loop, modulo.left) or (passes is not None and passes.value == 1):
-                return None
-            around = [event for event in events if loop in source.above(event.node) and event.node not in inside]
-            around = [event for event in around if not _depends_on(source, event, modulo.right, loop)]
-            kinds = {event.kind for event in around if event.optimizer in ("", step.optimizer)}
-            steps_elsewhere = kinds & {"step", "scaled step", "synchronize"}
-            return (modulo.right,) if "backward" in kinds and not steps_elsewhere else None
+    in_loop = [event for event in events if loop in source.above(event.node)]
+    for branch, lines in _branches(source, step.node, loop):
+        modulo = _modulo(source, branch.test)
+        passes = None if modulo is None else source.constant(modulo.right)
+        if modulo is None or not _changes_in(loop, modulo.left) or (passes is not None and passes.value == 1):
+            continue
+        if any(event.kind == "backward" and event.node.lineno in lines for event in in_loop):
+            continue
+        skips = range(branch.lineno, lines.start)  # the body of `if i % N: continue`
+        if _calls(source, loop, lines, {"backward"}) or _calls(source, loop, skips, {"step", "synchronize"}):
+            continue
+        around = [event for event in in_loop if event.node.lineno not in lines]
+        around = [event for event in around if not _depends_on(source, event, modulo, branch.test, loop)]
+        kinds = {event.kind for event in around if event.optimizer in ("", step.optimizer)}
+        steps = [event for event in in_loop if event.kind in STEP_KINDS]
+        # Optimizers that take turns have a backward pass each, perhaps in one line: `model = one if i % 2 else two`.
+        alternate = any(source.exclusive(one.node, step.node) or _is_left_out(branch, lines, one) for one in steps)
+        return (modulo.right,) if "backward" in kinds and not alternate and not kinds & _STEPS else None
     return None
 
 
-def _branches(source: Source, node: ast.AST) -> Iterator[tuple[ast.expr, set[ast.AST]]]:
-    """Yield the condition and nodes of each ``if`` around ``node`` in its innermost loop.
+_STEPS = {*STEP_KINDS, "synchronize"}
 
-    For ``if …: continue`` before ``node``, in the same block or one around it, yield the nodes after it in this block.
+
+def _branches(source: Source, node: ast.AST, loop: ast.For | ast.While) -> Iterator[tuple[ast.If, range]]:
+    """Yield each ``if`` around ``node`` in its innermost ``loop``, with the numbers of its lines.
+
+    Also yield each ``if …: continue`` before ``node``, in the same block or one around it, with the lines of ``loop`` after
+    ``continue``: they include the ``else`` of the ``if``.
     """
     below = node
     for above in source.above(node):
         if isinstance(below, ast.stmt):
             block = source.block(below)
-            for place, earlier in enumerate(block[: block.index(below)]):
-                if isinstance(earlier, ast.If) and isinstance(earlier.body[-1], ast.Continue):
-                    yield earlier.test, {part for later in block[place + 1 :] for part in ast.walk(later)}
-        if isinstance(above, _LOOP):
+            for earlier in block[: block.index(below)]:
+                if isinstance(earlier, ast.If) and isinstance(end := earlier.body[-1], ast.Continue):
+                    yield earlier, range(end.lineno + 1, (loop.end_lineno or 0) + 1)
+        if above is loop:
             return
         if isinstance(above, ast.If):
-            yield above.test, set(ast.walk(above))
+            yield above, range(above.lineno, (above.end_lineno or 0) + 1)
         below = above
 
 
-def _depends_on(source: Source, event: Event, passes: ast.expr, loop: ast.AST) -> bool:
-    """Return whether, inside ``loop``, the backward pass ``event`` is in an ``if`` whose condition contains ``passes``.
+def _is_left_out(branch: ast.If, lines: range, event: Event) -> bool:
+    """Return whether ``event`` is in or after ``branch``, which ends with ``continue``, but not in ``lines``."""
+    line = event.node.lineno
+    return isinstance(branch.body[-1], ast.Continue) and line >= branch.lineno and line not in lines
 
-    ``passes`` is the N of ``i % N``. Return ``False`` if it is a constant: another condition may contain the same number by
-    chance.
+
+def _calls(source: Source, loop: ast.For | ast.While, lines: range, methods: set[str]) -> bool:
+    """Return whether ``loop`` calls, in ``lines``, a function or method of the script that calls one of ``methods``."""
+    names = {name for name, called in source.called_names if called & methods} - methods
+    return any(call.lineno in lines and last_name(call.func) in names for call in calls_in(loop))
+
+
+def _depends_on(source: Source, event: Event, modulo: ast.BinOp, condition: ast.expr, loop: ast.AST) -> bool:
+    """Return whether, in ``loop``, the backward pass ``event`` is in an ``if`` that also decides on steps.
+
+    Its test contains ``modulo``, which is ``i % N``; or ``N``, unless it is a constant, which may be the same by chance; or
+    ``condition``, the test before the step, without ``not``.
     """
-    if event.kind != "backward" or isinstance(passes, ast.Constant):
+    if event.kind != "backward":
         return False
+    while isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not):
+        condition = condition.operand
+    same = {ast.unparse(one) for one in (modulo, condition, modulo.right) if not isinstance(one, ast.Constant)}
     tests = [above.test for above in source.around(event.node, ast.If) if loop in source.above(above)]
-    return any(ast.unparse(passes) == ast.unparse(node) for test in tests for node in ast.walk(test))
+    return any(ast.unparse(node) in same for test in tests for node in ast.walk(test))
 
 
 def _changes_in(loop: ast.For | ast.While, value: ast.expr) -> bool:
@@ -104,18 +129,43 @@ def _modulo(source: Source, test: ast.expr) -> ast.BinOp | None:
     An index does not count, nor does a call (other than ``bool()`` and ``int()``) in the value of an operand: the loss in
     ``if isfinite(loss)`` may be computed from ``data[i % N]``.
     """
-    whole = (node for value in source.possible_values(test) for node in _without_indices(value))
+    whole = (node for value in (test, *_values(source, test)) for node in _walk(value))
     for node in (*whole, *_operands(source, test, set())):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and not isinstance(node.left, ast.Constant):
             return node
     return None
 
 
-def _without_indices(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield ``node`` and the nodes in it, except those inside the index of ``data[i]``."""
+def _walk(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield ``node`` and the nodes in it that may decide on it as a condition (see ``_parts``)."""
     yield node
-    for child in [node.value] if isinstance(node, ast.Subscript) else ast.iter_child_nodes(node):
-        yield from _without_indices(child)
+    for part in _parts(node):
+        yield from _walk(part)
+
+
+def _parts(node: ast.AST) -> list[ast.AST]:
+    """Return the children of ``node``, without indices (``data[i]``) and calls in the arguments of a call.
+
+    Leave out the test in ``a if test else b``, unless ``a`` or ``b`` is True or False.
+    """
+    if isinstance(node, ast.Subscript):
+        return [node.value]
+    if isinstance(node, ast.IfExp) and not any(is_bool(arm, constant) for arm in arms(node) for constant in (True, False)):
+        return [*arms(node)]
+    children = ast.iter_child_nodes(node)
+    return [part for part in children if not (isinstance(node, ast.Call) and isinstance(part, ast.Call))]
+
+
+def _values(source: Source, variable: ast.expr) -> list[ast.expr]:
+    """Return the values that are assigned to ``variable``; for a local variable, those in its function."""
+    values = source.values.get(ast.unparse(variable), [])
+    if not values or not isinstance(variable, ast.Name):
+        return values
+    scope = source.scope(variable)
+    stores = (node for node in filter(is_stored, source.mentions[variable.id]) if isinstance(node, ast.Name))
+    if variable.id in source.parameters(variable) or any(source.scope(node) is scope for node in stores):
+        return [value for value in values if source.scope(value) is scope]
+    return values
 
 
 def _operands(source: Source, condition: ast.expr, seen: set[str]) -> Iterator[ast.expr]:
@@ -127,12 +177,12 @@ def _operands(source: Source, condition: ast.expr, seen: set[str]) -> Iterator[a
     yield condition
     inside: list[ast.AST] = []
     if isinstance(condition, ast.BoolOp | ast.UnaryOp | ast.Compare | ast.IfExp | ast.NamedExpr):
-        inside = list(ast.iter_child_nodes(condition))
+        inside = _parts(condition)
     elif isinstance(condition, ast.Call) and last_name(condition.func) in ("bool", "int"):
         inside = [*condition.args]
     elif (text := ast.unparse(condition)) not in seen:
         seen.add(text)
-        inside = [*source.values.get(text, ())]
+        inside = [*_values(source, condition)]
     for operand in inside:
         if isinstance(operand, ast.expr):
             yield from _operands(source, operand, seen)
