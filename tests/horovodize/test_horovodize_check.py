@@ -227,6 +227,15 @@ CASES = [
         "    hvd.broadcast_object([A(), B(), C(), D()])",
     ),
     (
+        "code_in_objects",  # classes that a decorator with arguments or an __init__ registers
+        "import torch\nclass A: pass\nclass R:\n    def __init__(self, kind):\n"
+        "        torch.serialization.add_safe_globals([kind])\nhvd.broadcast_object(A())  # HERE",
+        "import torch\nclass A: pass\nclass R:\n    def __init__(self, kind):\n"
+        "        torch.serialization.add_safe_globals([kind])\nR(A)\ndef register(name):\n    def inner(kind):\n"
+        "        torch.serialization.add_safe_globals([kind])\n        return kind\n    return inner\n"
+        "@register('c')\nclass C: pass\nhvd.broadcast_object([A(), C()])",
+    ),
+    (
         "code_in_objects",
         "def f(): pass\nhvd.broadcast_object(obj=f)  # HERE",
         "def f(): pass\nhvd.broadcast_object(obj=f())",

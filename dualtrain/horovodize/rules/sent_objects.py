@@ -37,8 +37,8 @@ def _registered(source: Source) -> set[str]:
     Classes with a decorator that calls ``add_safe_globals`` count, too.
     """
     calls = [call for call in source.calls if source.name(call.func) in _REGISTER]
-    decorators = {getattr(source.scope(call), "name", "") for call in calls} - {""}
-    found = {one.name for one in source.classes if decorators & set(map(last_name, one.decorator_list))}
+    decorators = {above.name for call in calls for above in source.above(call) if isinstance(above, Function)}
+    found = {one.name for one in source.classes if not decorators.isdisjoint(map(_decorator, one.decorator_list))}
     values = [value for call in calls for value in given_values(call)]
     for value in values:  # this list grows by what may be in the variables
         for node in ast.walk(value):
@@ -51,6 +51,11 @@ def _registered(source: Source) -> set[str]:
 _REGISTER = ("torch.serialization.add_safe_globals", "torch.serialization.safe_globals")
 
 
+def _decorator(expression: ast.expr) -> str:
+    """Return the name of the decorator, or of the function that makes it."""
+    return last_name(expression.func if isinstance(expression, ast.Call) else expression)
+
+
 def _origins(source: Source, variable: ast.AST) -> Iterator[ast.expr]:
     """Yield the expressions from which ``variable``, or its elements if it is a container, may get their values."""
     name, scope = last_name(variable), source.scope(variable)
@@ -60,7 +65,9 @@ def _origins(source: Source, variable: ast.AST) -> Iterator[ast.expr]:
         if isinstance(call.func, ast.Attribute) and call.func.attr in _ADD and last_name(call.func.value) == name:
             yield from given_values(call)
     if isinstance(scope, Function) and name in {each.arg for each in ast.walk(scope.args) if isinstance(each, ast.arg)}:
-        users = (source.parents[mention] for mention in source.mentions.get(scope.name, ()))
+        parent = source.parents[scope]
+        called = parent.name if isinstance(parent, ast.ClassDef) and scope.name == "__init__" else scope.name
+        users = (source.parents[mention] for mention in source.mentions.get(called, ()))
         yield from (value for user in users if isinstance(user, ast.Call) for value in given_values(user))
 
 
