@@ -747,6 +747,12 @@ CASES = [
         "fit(m, torch.optim.SGD(p, 0.1))\nhvd.elastic.TorchState(m, None)",
     ),
     (
+        "optimizer_state",  # a call that unpacks arguments may pass any optimizer
+        "def fit(o):\n    hvd.broadcast_optimizer_state(o, 0)  # HERE\nfit(torch.optim.SGD(p, 0.1))\nfit(*given)",
+        "def fit(o):\n    hvd.broadcast_optimizer_state(o, 0)\nfit(torch.optim.SGD(p, 0.1))\n"
+        "given = torch.optim.SGD(p, 1)\nfit(given)",
+    ),
+    (
         "optimizer_state",
         "o[i] = hvd.DistributedOptimizer(o[i])\nhvd.broadcast_optimizer_state(o[i], 0)  # HERE",
         "self.o = torch.optim.Adagrad(p)\nself.o = hvd.DistributedOptimizer(self.o)\n"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.nodes import argument_at, first_argument, is_bool, is_stored, keyword, last_name, variables_in
-from dualtrain.horovodize.order import calls_of, nodes_after
+from dualtrain.horovodize.order import arguments, calls_of, nodes_after
 from dualtrain.horovodize.rules.losses import models_of_optimizer
 from dualtrain.horovodize.source import Finding, Function, Source
 
@@ -72,11 +72,11 @@ def checkpoint_before_wrapping(source: Source) -> Iterator[Finding]:
 
 
 def _calls_with_optimizer(source: Source, optimizer: ast.expr) -> Iterator[tuple[ast.Call, ast.expr]]:
-    """Yield the calls of the function of which ``optimizer`` is a parameter, each with the optimizer it passes."""
+    """Yield the calls of the function of which ``optimizer`` is a parameter, each with what it may pass for it."""
     scope = source.scope(optimizer)
     if isinstance(scope, Function) and isinstance(optimizer, ast.Name) and optimizer.id in source.parameters(optimizer):
-        given = ((call, source.argument(scope, call, optimizer.id)) for call in calls_of(source, scope))
-        yield from ((call, value) for call, value in given if value is not None)
+        for call in calls_of(source, scope):
+            yield from ((call, value) for value in arguments(source, scope, call, optimizer.id))
 
 
 _BROADCAST_STATE = (
