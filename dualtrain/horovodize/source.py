@@ -271,6 +271,18 @@ class Source:
         """Return ``value``, and all values that are assigned to it if it is a variable; an empty list for None."""
         return [] if value is None else [value, *self.values.get(ast.unparse(value), ())]
 
+    def local_values(self, variable: ast.expr) -> list[ast.expr]:
+        """Return the values that are assigned to ``variable`` in its function; if there are none, those in the others.
+
+        For a local variable, the values in other functions never count.
+        """
+        values = self.values.get(ast.unparse(variable), [])
+        scope = self.scope(variable)
+        stores = filter(is_stored, self.mentions.get(variable.id, ())) if values and isinstance(variable, ast.Name) else ()
+        found = [value for value in values if self.scope(value) is scope]
+        local = any(isinstance(node, ast.Name) and self.scope(node) is scope for node in stores)
+        return found if found or local or ast.unparse(variable) in self.parameters(variable) else values
+
     def constant(self, value: ast.expr | None) -> ast.Constant | None:
         """Return ``value`` if it is a constant; for a variable, the only constant that is certainly assigned to it.
 

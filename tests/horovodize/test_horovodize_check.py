@@ -1128,7 +1128,8 @@ CASES = [
         "    return kind('x', download=True)  # HERE\nload(datasets.MNIST)",
         "from torchvision import datasets\nhvd.init()\n" + WRAP + "kind = datasets.MNIST\ndef load(kind):\n"
         "    return kind('x', download=True)\ndef make():\n    kind = Own\n    return kind('x', download=True)\n"
-        "load(Own)\nmake()",
+        "def each():\n    for kind in (Own,):\n        kind('x', download=True)\nload(Own)\nmake()\neach()\n"
+        "a.kind = datasets.MNIST\ndef own(a):\n    a.kind = Own\n    a.kind('x', download=True)\nown(a)",
     ),
     (
         "downloaded_by_all_ranks",

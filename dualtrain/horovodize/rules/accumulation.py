@@ -129,7 +129,7 @@ def _modulo(source: Source, test: ast.expr) -> ast.BinOp | None:
     An index does not count, nor does a call (other than ``bool()`` and ``int()``) in the value of an operand: the loss in
     ``if isfinite(loss)`` may be computed from ``data[i % N]``.
     """
-    whole = (node for value in (test, *_values(source, test)) for node in _walk(value))
+    whole = (node for value in (test, *source.local_values(test)) for node in _walk(value))
     for node in (*whole, *_operands(source, test, set())):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and not isinstance(node.left, ast.Constant):
             return node
@@ -156,18 +156,6 @@ def _parts(node: ast.AST) -> list[ast.AST]:
     return [part for part in children if not (isinstance(node, ast.Call) and isinstance(part, ast.Call))]
 
 
-def _values(source: Source, variable: ast.expr) -> list[ast.expr]:
-    """Return the values that are assigned to ``variable``; for a local variable, those in its function."""
-    values = source.values.get(ast.unparse(variable), [])
-    if not values or not isinstance(variable, ast.Name):
-        return values
-    scope = source.scope(variable)
-    stores = (node for node in filter(is_stored, source.mentions[variable.id]) if isinstance(node, ast.Name))
-    if variable.id in source.parameters(variable) or any(source.scope(node) is scope for node in stores):
-        return [value for value in values if source.scope(value) is scope]
-    return values
-
-
 def _operands(source: Source, condition: ast.expr, seen: set[str]) -> Iterator[ast.expr]:
     """Yield ``condition``, and the operands of its ``not``, ``and``, ``or``, comparisons, ``bool()`` and ``int()``.
 
@@ -182,7 +170,7 @@ def _operands(source: Source, condition: ast.expr, seen: set[str]) -> Iterator[a
         inside = [*condition.args]
     elif (text := ast.unparse(condition)) not in seen:
         seen.add(text)
-        inside = [*_values(source, condition)]
+        inside = [*source.local_values(condition)]
     for operand in inside:
         if isinstance(operand, ast.expr):
             yield from _operands(source, operand, seen)

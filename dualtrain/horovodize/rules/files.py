@@ -317,17 +317,15 @@ def _downloads(source: Source, call: ast.Call) -> bool:
 
 
 def _called(source: Source, call: ast.Call) -> list[ast.expr]:
-    """Return what ``call`` may call: the expression or, for a variable, its values in this function or else in all others.
+    """Return what ``call`` may call: the expression, or the values of a variable.
 
-    If the variable is a parameter, what the function's calls pass for it counts in place of the values in other functions.
+    For a local variable, the values in its function count; for a parameter, also what the function's calls pass.
     """
     func, scope = call.func, source.scope(call)
-    found = [value for text, value, at in source.assignments if text == ast.unparse(func) and source.scope(at) is scope]
+    found = [func, *source.local_values(func)]
     if isinstance(scope, Function) and isinstance(func, ast.Name) and func.id in source.parameters(call):
         given = [source.argument(scope, each, func.id) for each in _callers(source, call)]
-        found += [value for each in given for value in source.possible_values(each)]
-    else:
-        found = [func, *(found or source.possible_values(func))]
+        found = [*found[1:], *(value for each in given for value in source.possible_values(each))]
     return [arm for value in found for arm in arms(value)]
 
 
