@@ -935,7 +935,8 @@ CASES = [
         "accumulation_without_passes",  # no finding if functions that the branch calls take a step, or call backward
         WRAP + "def both():\n    optimizer.step()\n    log()\nfor i, x in enumerate(data):\n    model(x).backward()\n"
         "    if i % 9:\n        continue\n    optimizer.step()  # HERE",
-        WRAP + "def both():\n    optimizer.step()\n    log()\nfor i, x in enumerate(data):\n    model(x).backward()\n"
+        WRAP + "def both():\n    one()\n    log()\ndef one():\n    optimizer.step()\n"
+        "for i, x in enumerate(data):\n    model(x).backward()\n"
         "    if i % 9 == 0:\n        both()\n        continue\n    optimizer.step()\ndef loss():\n"
         "    optimizer.zero_grad()\n    model(x).backward()\nfor i in range(9):\n    critic(x).backward()\n"
         "    if i % 4 == 0:\n        loss()\n        optimizer.step()",

@@ -97,8 +97,10 @@ def _is_left_out(branch: ast.If, lines: range, event: Event) -> bool:
 
 
 def _calls(source: Source, loop: ast.For | ast.While, lines: range, methods: set[str]) -> bool:
-    """Return whether ``loop`` calls, in ``lines``, a function or method of the script that calls one of ``methods``."""
-    names = {name for name, called in source.called_names if called & methods} - methods
+    """Return whether a function that ``loop`` calls in ``lines`` calls one of ``methods``, perhaps through others."""
+    names: set[str] = set()
+    while found := {name for name, called in source.called_names if called & (methods | names)} - methods - names:
+        names |= found
     return any(call.lineno in lines and last_name(call.func) in names for call in calls_in(loop))
 
 
