@@ -2153,6 +2153,12 @@ def test_a_rule_finds_only_the_marked_line(rule, script_with_finding, script_wit
     assert list(BY_NAME[rule](source(script_without_finding))) == []
 
 
+def test_accumulation_is_found_if_two_branches_step_the_same_optimizer():
+    loop = "for i, x in enumerate(data):\n    model(x).backward()\n    if i % 4 == 3:\n        optimizer.step()\n"
+    found = BY_NAME["accumulation_without_passes"](source(f"{WRAP}{loop}    elif i == end:\n        optimizer.step()"))
+    assert [finding.line for finding in found] == [7, 9]
+
+
 def test_the_finding_for_a_discarded_scheduler_broadcast_recommends_its_state_dict():
     (found,) = BY_NAME["discarded_result"](source("hvd.broadcast_object(scheduler_wu)"))
     assert found.message.endswith("; broadcast its state_dict(), and load the result on all ranks")

@@ -60,9 +60,9 @@ def _every_nth(source: Source, events: list[Event], step: Event) -> tuple[ast.ex
         around = [event for event in in_loop if event.node.lineno not in lines]
         around = [event for event in around if not _depends_on(source, event, modulo, branch.test, loop)]
         kinds = {event.kind for event in around if event.optimizer in ("", step.optimizer)}
-        steps = [event for event in in_loop if event.kind in STEP_KINDS]
+        others = [event for event in in_loop if event.kind in STEP_KINDS and event.optimizer != step.optimizer]
         # Optimizers that take turns have a backward pass each, perhaps in one line: `model = one if i % 2 else two`.
-        alternate = any(source.exclusive(one.node, step.node) or _is_left_out(branch, lines, one) for one in steps)
+        alternate = any(source.exclusive(one.node, step.node) or _is_left_out(branch, lines, one) for one in others)
         return (modulo.right,) if "backward" in kinds and not alternate and not kinds & _STEPS else None
     return None
 
