@@ -77,6 +77,7 @@ def test_virtual_ranks_warn_of_buffers_that_one_rank_changes_between_steps(steps
             trainer.step([batch] * len(trainer.shards), 32.0)
         trainer.evaluate([None] * len(trainer.shards))
 
+    same_weights.warn_once.cache_clear()
     run_threads(1, preview)
     assert not caplog.messages
     run_threads(2, preview)
