@@ -211,7 +211,7 @@ def _make_hook(reducer: Reducer, number: int, name: str) -> Callable[[torch.Tens
             )
 
     hook.reducer = ref  # type: ignore[attr-defined]
-    hook.watcher = ref, name  # type: ignore[attr-defined]
+    hook.parameter_name = name  # type: ignore[attr-defined]
     _observe_replacements()
     return hook
 
@@ -255,9 +255,9 @@ def has_later_hook(reducer: Reducer, slot: Slot) -> bool:
         return True  # torch calls the hooks of the node after those of the parameter
     # torch (2.5 to 2.15) has no public way to list the hooks of a parameter.
     for hook in reversed(slot.param._post_accumulate_grad_hooks.values()):
-        if not hasattr(hook, "watcher"):
+        if not hasattr(hook, "reducer"):
             return True
-        if hook.watcher[0]() is reducer:
+        if hook.reducer() is reducer:
             break
     return False
 
@@ -271,7 +271,7 @@ def _watchers(p: torch.Tensor | None) -> Iterable[tuple[weakref.ref[Reducer], st
     """Return (weak reference to the reducer, parameter's name) for each hook of a reducer on ``p``."""
     # torch (2.5 to 2.15) has no public way to list the hooks of a parameter.
     hooks = getattr(p, "_post_accumulate_grad_hooks", None) or {}
-    return [hook.watcher for hook in hooks.values() if hasattr(hook, "watcher")]
+    return [(hook.reducer, hook.parameter_name) for hook in hooks.values() if hasattr(hook, "parameter_name")]
 
 
 def remove_freed(p: torch.Tensor) -> None:
