@@ -40,7 +40,7 @@ class Outcome:
         failed = RankFailedError(message, rank, self.trace, by_peer=self.by_peer)
         try:
             failed.__cause__ = None if self.error is None else loads(self.error)
-        except Exception:  # unpickling calls the constructor with the exception's args, which it may not accept
+        except Exception:  # this process may be unable to import the exception's class, for example
             failed.__cause__ = None
         return failed
 
@@ -78,7 +78,7 @@ def _failed(error: BaseException) -> Outcome:
     try:
         pickled = dumps(error) if isinstance(error, Exception) else None
         if pickled is not None:
-            pickle.loads(pickled)
+            pickle.loads(pickled)  # calls the constructor with the exception's args, which it may not accept
     except Exception:
         pickled = None
     by_peer = any(isinstance(each, BackendError) for each in with_causes(error))
