@@ -101,8 +101,8 @@ def data_parallel(source: Source) -> Iterator[Finding]:
         if source.name(call.func) not in _DP or source.scope(call) not in scopes or not _gets_all_gpus(source, call):
             continue
         tests = [ast.unparse(above.test) for above in source.around(call, ast.If)]
-        counted = all(re.search(r"device_count|is_available|__name__", test) for test in tests)
-        if counted and not guards.is_without_horovod(call):
+        true_with_gpus = all(re.search(r"device_count|is_available|__name__", test) for test in tests)
+        if true_with_gpus and not guards.is_without_horovod(call):
             message = (
                 "DataParallel makes each rank use all GPUs that it sees, and not one GPU per rank; remove it, because "
                 "Horovod averages the gradients of the ranks"

@@ -16,7 +16,8 @@ from dualtrain.horovodize.source import Finding, Scope, Source
 #: Calls of ``synchronize`` do not match, because ``may_send`` checks them one by one.
 _SENDS = re.compile(r"broadcast(?!_optimizer_state|_parameters\b)|bcast|(?<!reduce_a)sync(?!hronize\()|gather|elastic")
 
-#: Functions and methods that don't send an argument to other ranks. ``get`` is for ``checkpoint.get("start_epoch")``.
+#: Functions and methods that don't send an argument to other ranks. ``get`` is listed here because ``Source.mentions`` also
+#: has strings, such as the argument of ``checkpoint.get("start_epoch")``.
 _READERS = ("format", "get", "info", "print", "range")
 
 
@@ -74,11 +75,11 @@ def _is_set_on_some_ranks(source: Source, name: ast.Name | ast.Attribute) -> boo
 
     These conditions must hold, too:
 
-    - All other assignments assign constants. Assignments that may run on all ranks come before that statement. A variable
-      has such an assignment, and is not a parameter. An attribute may have none, since argparse may set it.
+    - All other assignments assign constants. Those that may run on all ranks come before that statement. A variable has at
+      least one of those, and is not a parameter. An attribute may have none, since argparse may set it.
     - All assignments are in the function that contains ``name`` or, for an attribute, in the class that contains ``name``
       (if no class does: outside of classes).
-    - Only calls in ``_READERS`` get the value, because a different call may send it.
+    - Of all calls, only those in ``_READERS`` get the value: a different call may send it.
     - For an attribute, which can be sent with its object, the program does not send any values.
     """
     guards, home = Guards.of(source), _home(source, name, name)
@@ -109,8 +110,8 @@ def _is_set_on_some_ranks(source: Source, name: ast.Name | ast.Attribute) -> boo
 def _is_result_of_some_ranks(source: Source, name: ast.Name | ast.Attribute) -> bool:
     """Return whether ``name`` holds the result of a function that returns a constant, except on some ranks.
 
-    Instead, the function may return a variable that only some ranks set (:func:`_is_set_on_some_ranks`). The program must
-    not send any values.
+    Also return True if the function returns a variable that only some ranks set (:func:`_is_set_on_some_ranks`). In both
+    cases, the program must not send any values.
     """
     guards = Guards.of(source)
     values = [value for value in source.values.get(ast.unparse(name), ()) if not isinstance(value, ast.Constant)]
@@ -130,7 +131,7 @@ def _is_result_of_some_ranks(source: Source, name: ast.Name | ast.Attribute) -> 
 def _is_changed_by_calls(source: Source, name: ast.Name | ast.Attribute) -> bool:
     """Return whether ``name`` is an attribute of an object that only some ranks call, as in ``stopper(loss)``.
 
-    Calls of its methods count too. All ranks make the object. The program must not send any values.
+    Calls of its methods count too. All ranks must make the object, and the program must not send any values.
     """
     if not isinstance(name, ast.Attribute) or not isinstance(name.value, ast.Name) or may_send(source):
         return False

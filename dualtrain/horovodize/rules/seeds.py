@@ -260,8 +260,8 @@ def _per_rank(source: Source, call: ast.Call) -> list[Edit]:
     """Return edits that add the rank to the seed.
 
     Return no edits if the ranks may need equal random numbers (for a split, the order of samples, or a value that is drawn
-    once), if the seed is neither a name nor an integer, or if the call is not between ``init`` and the broadcasts
-    of all models.
+    once), if the seed is not a variable, an attribute or an integer, or if the call does not come after ``init`` in the
+    same scope and before the broadcasts of all models.
     """
     seed, rank = given_values(call)[0], source.spell("rank", call)
     before = [init for init in source.hvd_calls("init") if init.lineno < call.lineno]
@@ -296,7 +296,7 @@ def _made_models(source: Source) -> Iterator[str]:
     """Yield the variables to which the result of a call is assigned, if this result is a model.
 
     Leave out variables in classes with a base class: these are parts of models. The result of an unknown function counts as
-    a model if the file calls one of the methods ``_OF_MODELS`` of the variable, or moves the result: ``Loss().cuda()``.
+    a model if the file calls one of the methods ``_OF_MODELS`` of the variable, or moves the result: ``build().cuda()``.
     """
     classes = [one for file in source.files for one in file.classes]
     own = {one.name for one in classes if any(re.search("Module|Model|Net", last_name(base)) for base in one.bases)}
