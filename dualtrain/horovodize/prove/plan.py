@@ -1,8 +1,9 @@
 """Number of steps that each run of ``--prove`` takes: pure functions of what is known after the first runs.
 
-The first run of each side takes all steps. With up to 3 rounds, all runs together take less than three times the steps of
-one run, or less than 150 steps if that is more. They may take more in two cases: the weights differ only in the last steps
-or at the end; or dualtrain reproduced defects of Horovod, and therefore also runs without them.
+The first run of each side (Horovod and dualtrain) takes all steps. With up to 3 rounds, all runs together take less than
+three times the steps of one run, or less than 150 steps if that is more. They may take more in two cases: the weights
+differ only in the last steps or at the end; or dualtrain reproduced defects of Horovod, and therefore also runs without
+them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def steps_with_summary(run: RunRecord) -> list[int]:
 def speed_rounds(steps: int, rounds: int, left: int, sides: int) -> list[int]:
     """Return the number of steps of a run in each round after the first one; these rounds only measure the speed.
 
-    If ``left`` is too small for ``SHORTEST`` steps in each run, there are fewer rounds.
+    ``left`` limits the steps of the rounds up to ``PLANNED_ROUNDS``; any later rounds have the same length. If ``left`` is
+    too small for ``SHORTEST`` steps in each run up to ``PLANNED_ROUNDS``, there are fewer rounds.
     """
     if rounds == 1:
         return []
@@ -75,8 +77,8 @@ def plain_steps(summary_steps: list[int], first_defect: int, left: int) -> int:
     """Return the number of steps of the run without Horovod's defects.
 
     This run shows how far the defects change the weights. It ends at the last of the ``summary_steps`` that ``left``
-    allows. But even if ``left`` is smaller, it takes at least ``SHORTEST`` steps and more than ``first_defect`` (the step
-    after which a reproduced defect was first found), or as many as the first run if these are fewer.
+    allows. But even if ``left`` allows fewer, the run takes at least ``SHORTEST`` steps and more than ``first_defect`` (the
+    step after which a reproduced defect was first found), or as many as the first run if these are fewer.
     """
     after_defect = next((step for step in summary_steps if step > first_defect), summary_steps[-1])
     return max(
