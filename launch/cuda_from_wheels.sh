@@ -1,6 +1,6 @@
 # CUDA toolkit for Horovod with NCCL: a toolkit on this machine that has torch's CUDA version, or else one assembled from NVIDIA's
-# wheels. launch/setup.sh sources this file, and sets packages, torch_build, torch_cuda and torch_architectures before it
-# calls plan_cuda.
+# wheels. launch/setup.sh sources this file. Before it calls plan_cuda, it calls read_torch of launch/build_horovod.sh, which sets
+# packages, torch_build, torch_cuda and torch_architectures.
 #
 # HOROVOD_NCCL_HOME           a folder with NCCL's include and lib (default: the NCCL wheel that torch depends on)
 # HOROVOD_BUILD_CUDA_CC_LIST  compute capabilities to compile for, such as 80,90 (default: those of this machine's GPUs,

@@ -19,8 +19,8 @@ class Pace:
     """Chooses ``step_fraction``, the fraction of each workload's timed steps (``plan.LENGTHS``) that a round runs.
 
     The first of several rounds runs the smallest fraction. It measures the time of the contenders' timed steps, and their
-    fixed time: the start, the discarded steps, and the jobs without steps. Later rounds run the largest fraction for which
-    there is time at the speed of the previous round, and the smallest fraction if there is time for none.
+    fixed time: the start, the discarded steps, and the jobs without steps. Later rounds run the largest fraction that fits
+    into the remaining time at the speed of the previous round, or the smallest fraction if none fits.
 
     Args:
         rounds: number of rounds, if time permits.

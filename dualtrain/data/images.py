@@ -113,7 +113,7 @@ class ImageFiles:
         return images, torch.tensor([self.samples[number][1] for number in numbers], dtype=torch.int64)
 
     def contents(self, number: int) -> tuple[str, int, bytes]:
-        """Return the last two parts of an image's path (usually CLASS/FILE), its class index, and its first 64 MiB."""
+        """Return the path's last two parts (usually CLASS/FILE), the class index, and the first 64 MiB of an image file."""
         path, label = self.samples[number]
         return "/".join(Path(path).parts[-2:]), label, _bytes_of(path)
 

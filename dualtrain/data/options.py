@@ -10,7 +10,8 @@ from dualtrain.config.sections import AUGMENTATIONS, DataSection
 from dualtrain.data.transforms import IMAGENET, Statistics
 from dualtrain.errors import UserError
 
-#: A dataset must have fewer samples. A synthetic sample must have fewer values, because its source keeps them in memory.
+#: A dataset must have fewer samples. A synthetic sample must have fewer values, because ``SyntheticSource`` keeps at least
+#: as many random numbers in memory.
 LIMIT = 2**31
 
 

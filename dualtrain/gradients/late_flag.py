@@ -8,7 +8,7 @@ import torch
 
 
 class LateFlag:
-    """A copy of a flag on a GPU, which the CPU reads one step later, so that it does not wait for the GPU."""
+    """A flag on a GPU, copied to the CPU, which reads the copy one step later, so that it does not wait for the GPU."""
 
     def __init__(self, flag: torch.Tensor) -> None:
         self._value = torch.empty(1, dtype=flag.dtype, device="cpu", pin_memory=True)

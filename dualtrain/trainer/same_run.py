@@ -65,7 +65,7 @@ def compare_settings(settings: Mapping[str, Any], backend: Backend) -> None:
 
     Args:
         settings: the values of all settings by name.
-        backend: the ranks.
+        backend: the backend that joins the ranks.
 
     Raises:
         RanksDifferError: on every rank; names the settings and each rank's value.
@@ -130,7 +130,7 @@ def compare_trainer(
     The model's weights are not compared, since rank 0's are broadcast later.
 
     Args:
-        backend: the ranks.
+        backend: the backend that joins the ranks.
         model: its modules' classes and plain attributes are compared.
         optimizer: its class, its groups (options and names of parameters) and its state are compared.
         objects: the loss, the schedule and other objects, by name.
@@ -237,9 +237,9 @@ def _compare_samples(backend: Backend, title: str, source: Source, cure: str) ->
 
 
 def _warn_if_random(title: str, source: Source, checksums: Mapping[str, str]) -> None:
-    """Warn if the samples change when they are read again. All ranks may still have read the same samples.
+    """Warn if the samples change when they are read again.
 
-    The usual cause is a generator in the dataset that has the same seed on every rank.
+    All ranks may still have read the same samples: usually, the dataset has a generator with the same seed on every rank.
     """
     if not _repeats(title, source, checksums, _SAMPLES_READ_AGAIN):
         warn_once(

@@ -21,7 +21,8 @@ import pytest
 ROOT = Path(__file__).parent.parent.parent
 NAMES = ("hosta", "hostb")
 #: Host i runs on core i of this list. Every core is listed twice, because the machine may have only one. Because a host has
-#: one core, its ranks have one thread, as in the runs on one host. With more threads, the weights could have other bits.
+#: one core, its ranks have one thread each, as in the runs on one host that tests compare with. With more threads, the
+#: weights could have other bits.
 CORES = [str(core) for core in sorted(os.sched_getaffinity(0))] * 2
 
 # Program of a host's first process. Its mounts are private: the machine's /etc, /run and /dev/shm are not changed.
@@ -159,11 +160,11 @@ class Cluster:
         self.hosts = hosts
 
     def cut(self) -> None:
-        """Take the link down."""
+        """Bring the link down."""
         self.hosts[-1].run("ip", "link", "set", "eth0", "down")
 
     def restore(self) -> None:
-        """Take the link up."""
+        """Bring the link up."""
         self.hosts[-1].run("ip", "link", "set", "eth0", "up")
 
     def processes(self) -> list[str]:
