@@ -103,7 +103,8 @@ def test_helpers_survive_signals_and_exit_with_a_job_that_fails_or_is_killed(tmp
         assert len(helpers) == 4
         assert paths[0].parent == tmp_path
         assert paths[1].exists()
-        # Workers, and programs that they start, get the signals to the job's group; only the tracker outlives SIGKILL.
+        # Only the tracker leaves the job's process group, and so outlives a SIGKILL to the group. The workers, and programs
+        # that they start, get the group's signals.
         assert [pid for pid in helpers if os.getpgid(pid) != process.pid] == [helpers[1]]
         if kill is not None:
             kill(process.pid, signal.SIGKILL)  # mpirun and horovodrun kill the group

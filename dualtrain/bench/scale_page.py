@@ -67,7 +67,10 @@ def ratios_of(results: ScaleResults) -> dict[str, dict[str, dict[str, dict[str, 
 
 
 def milliseconds_of(results: ScaleResults) -> dict[str, dict[str, dict[str, float | str]]]:
-    """Return the milliseconds by measure, contender and layout, or the reason for the failure."""
+    """Return the milliseconds by measure, contender and layout.
+
+    Without a time, the value is the reason for the failure, or "" if the contender has not failed.
+    """
     found: dict[str, dict[str, dict[str, float | str]]] = {}
     for measure in MEASURES:
         for layout, name in [*results.rounds, *results.failures]:

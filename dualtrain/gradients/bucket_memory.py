@@ -148,7 +148,7 @@ class BucketMemory:
                 self._place_slots()
 
     def replace_exposed(self, slot: Slot) -> None:
-        """Record that ``slot`` has a new tensor ``exposed``."""
+        """Record ``slot.exposed``, which has been replaced by a new tensor."""
         self.exposed.tensors[slot] = slot.exposed
 
     # -- which gradients lie here -----------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ class BucketMemory:
 
 
 def link(memories: list[BucketMemory]) -> None:
-    """Make each of ``memories`` know the others (``group`` and ``ranges``)."""
+    """Set ``group`` and ``ranges`` of each of ``memories``, which were made together."""
     ranges = sorted(part for memory in memories for part in memory.ranges)
     for memory in memories:
         memory.group, memory.ranges = memories, ranges

@@ -272,9 +272,9 @@ class Source:
         return [] if value is None else [value, *self.values.get(ast.unparse(value), ())]
 
     def local_values(self, variable: ast.expr) -> list[ast.expr]:
-        """Return the values that are assigned to ``variable`` in its function; if there are none, those in the others.
+        """Return the values that are assigned to ``variable`` in its function; if there are none, all other values.
 
-        For a local variable, the values in other functions never count.
+        For a local variable, values that are assigned outside of its function never count.
         """
         values = self.values.get(ast.unparse(variable), [])
         scope = self.scope(variable)
@@ -426,7 +426,7 @@ class Source:
     def argument(self, function: Function, call: ast.Call, parameter: str) -> ast.expr | None:
         """Return what ``call`` passes for ``parameter`` of ``function``; None if it passes nothing.
 
-        Return None, too, if it is a positional argument, and this or an earlier one is unpacked (``*values``).
+        Return None, too, if the argument is positional, and it or an earlier one is unpacked (``*values``).
         """
         named, names = keyword(call, parameter), self.positional(function)
         if named is not None or parameter not in names:

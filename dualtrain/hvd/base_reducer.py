@@ -340,7 +340,8 @@ class HorovodReducer(ABC):
         # A group may have been removed and added again: this reducer does not replace itself.
         self.close_replaced([(name, p) for name, p in named if self not in reducers_of(p)], self.process_set)
         for _, p in named:
-            remove_freed(p)  # this reducer's hooks are added by _add_late()
+            # Not only in _add_late(): a freed reducer's hook would raise an error if backward runs before that call.
+            remove_freed(p)
         self._late += named
         self.hooks.known.update(id(p) for _, p in named)
         self.renew()
@@ -438,8 +439,8 @@ class HorovodReducer(ABC):
         """
         self.refusals.record_replacement(attribute, name)
 
-    def gradient_accumulated(self, slot: Slot) -> None:  # noqa: B027 -- Horovod ignores such hooks
-        """Do nothing."""
+    def gradient_accumulated(self, slot: Slot) -> None:  # noqa: B027 -- no subclass overrides it
+        """Do nothing: as on Horovod, hooks of the program that step before :meth:`gradient_ready` are not detected."""
 
     def gradient_ready(self, slot: Slot) -> None:
         """Count one more backward pass for a gradient. After the last pass, call :meth:`slot_ready`.

@@ -25,7 +25,8 @@ class Task:
 
     Attributes:
         facts: rank 0's description of the call: kind, name, op, pre and post (the prescale and postscale factors),
-            divisor, root, members (the ranks of the process set), and every rank's rows and splits.
+            divisor, root, members (the ranks of the process set), rows (the number of rows of every rank's tensors), and
+            splits (the numbers of rows that every rank sends to each rank).
         channel: the backend of the process set's ranks, used only for calls on this set.
         tensors: this rank's inputs.
         outputs: for a call in place, the tensors that receive the results; else ``None``.

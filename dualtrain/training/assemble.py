@@ -182,11 +182,11 @@ def _check_targets(targets: torch.Tensor, classes: int, what: str) -> None:
 def make_model(section: ModelSection, task: Task, seed: int, backend: Backend, *, resumed: bool = False) -> nn.Module:
     """Make the model on this rank's device. Weights drawn from torch's generator are equal on every rank. Collective.
 
-    Seed this process's random generators, in the end with a different seed on each rank.
+    Seed this process's random generators: with ``seed`` before the model is made, and afterwards differently on each rank.
 
     A ``resumed`` run gets all weights from the checkpoint. The files of its initial weights may not exist any more, so
     they are not read. The published weights of a pretrained model are not read either if ``section.weights`` replaces them.
-    If they are needed, one rank of each host first downloads them.
+    If the published weights are needed, one rank of each host first downloads them.
 
     Raises:
         UserError: on every rank, if the model cannot be made or its weights cannot be read.

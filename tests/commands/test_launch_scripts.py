@@ -1,6 +1,6 @@
-"""launch/torchrun.sh, horovodrun.sh and mpirun.sh turn the same variables and flags into their launchers' options.
+"""launch/torchrun.sh, horovodrun.sh and mpirun.sh turn the same variables into their launchers' options.
 
-demo.sh, which runs two launchers one after the other, ends after the launcher that a signal stops.
+demo.sh runs two launchers one after the other. At SIGTERM, it waits until the running launcher has ended, and then exits.
 """
 
 from __future__ import annotations

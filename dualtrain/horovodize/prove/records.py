@@ -44,7 +44,7 @@ class OptimizerRecord:
     """One optimizer on one rank.
 
     Attributes:
-        type: the name of its class; empty if it took no step.
+        type: the name of its class; empty if it began no step.
         names: names of the parameters, in the order of the parameter groups.
         numels: number of elements of each parameter.
         sums: for each step, a checksum of each parameter after the step.
@@ -102,8 +102,8 @@ class RankRecord:
         optimizers: the optimizers, in order of creation.
         seconds: for each step of any optimizer: the optimizer's index, and the step's duration.
         first_step: the time at which the first step ended, in seconds since 1970; ``None`` if there was none.
-        state: the weights at the end, and the other tensors that the script has broadcast; empty after an error or a kill,
-            without steps, and in older records.
+        state: the weights at the end, and the other tensors that the script has broadcast; empty after an error, a kill
+            or ``os._exit``, without steps, and in older records.
         end: the end of the script; ``None`` if the process was killed or called ``os._exit``.
     """
 
