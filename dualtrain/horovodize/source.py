@@ -527,10 +527,10 @@ class Source:
             yield (home, ast.unparse(test)), arm
             if isinstance(test, ast.Compare) and [type(op) for op in test.ops] == [ast.Eq if arm else ast.NotEq]:
                 variable, constant = test.left, test.comparators[0]
-                if isinstance(constant, ast.Constant) and self._is_assigned_once(variable):
+                if isinstance(constant, ast.Constant) and self._keeps_value(variable):
                     yield (home, "value", ast.unparse(variable)), constant.value
 
-    def _is_assigned_once(self, variable: ast.expr) -> bool:
+    def _keeps_value(self, variable: ast.expr) -> bool:
         """Return whether ``variable`` certainly keeps its value.
 
         Assignments to any variable or attribute with the same last name count as assignments to ``variable``. Variables

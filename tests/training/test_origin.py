@@ -52,8 +52,8 @@ def test_the_recorded_commit_is_marked_dirty_if_tracked_files_changed(tree, monk
     assert origin.commit(Path()) == head
     (tree / "code.py").write_text("2")
     assert origin.commit(Path()) == f"{head}-dirty"
-    index = tree / ".git" / "index.lock"
-    index.touch()  # as if another process were committing
+    lock = tree / ".git" / "index.lock"
+    lock.touch()  # as if another process were committing
     assert origin.commit(Path()) == f"{head}-dirty"
     monkeypatch.chdir(tree.parent.parent)
     assert origin.commit(Path()) is None
