@@ -97,7 +97,7 @@ def test_ranks_may_use_different_optimizers_in_one_backward(many):
 
 
 def exchanges_every_second_pass(backend):
-    """Run two passes: ``two_passes`` exchanges after every second pass, ``one_pass`` after every pass.
+    """Run two passes. The optimizer ``two_passes`` exchanges after every second pass, ``one_pass`` after every pass.
 
     The exchange of ``one_pass`` after the first pass must not start an exchange of ``two_passes``.
     """
@@ -398,6 +398,6 @@ def interrupted_in_step(backend, repeated_call):
 
 
 @pytest.mark.parametrize("repeated_call", ["step", "synchronize"])
-def test_ranks_whose_step_averages_do_not_compare_again_after_an_interrupt(repeated_call):
+def test_a_rank_that_completes_an_interrupted_step_does_not_compare_states_again(repeated_call):
     of_rank_0, of_rank_1 = run_threads(2, interrupted_in_step, repeated_call)
     assert of_rank_0 == of_rank_1
