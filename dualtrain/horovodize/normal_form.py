@@ -41,9 +41,9 @@ def _normal_statement(statement: ast.stmt) -> ast.stmt:
 def _without_constant_cases(match: ast.Match) -> ast.stmt:
     """Replace the first cases of ``match``, as far as their patterns are constants, by nested ``if subject == 0:``.
 
-    The remaining cases become a ``match`` in the innermost ``else``; ``case _:`` becomes this ``else`` itself. Return
-    ``match`` unchanged if its first pattern is not a constant, if it has too many cases, or if its subject should not be
-    evaluated repeatedly.
+    The remaining cases become a ``match`` in the innermost ``else``. But if the next case is ``case _:``, its body becomes
+    the body of this ``else``. Return ``match`` unchanged if its first pattern is not a constant, if it has too many cases,
+    or if its subject should not be evaluated repeatedly.
     """
     first, *rest = match.cases
     test = _test(match.subject, first) if _may_be_repeated(match.subject) and len(rest) < _MOST_CASES else None

@@ -44,14 +44,14 @@ _FROZEN: dict[type[_BatchNorm], type[FrozenNorm]] = {
 
 @cache
 def _frozen(kind: Any) -> Any:
-    """Return the class of frozen layers for a class of BatchNorm layers; make it for a class of the user or a library."""
+    """Return the class of frozen layers for ``kind``, a class of BatchNorm layers. Create it if ``_FROZEN`` lacks it."""
     # pickle cannot import a class that is made here, so it calls _new(kind) instead.
     reduced = {"__reduce_ex__": lambda self, protocol: (_new, (kind,), vars(self))}
     return _FROZEN.get(kind) or type(f"Frozen{kind.__name__}", (FrozenNorm, kind), reduced)
 
 
 def _new(kind: Any) -> Any:
-    """Return a frozen layer without attributes, to which pickle or copy adds the attributes of another one."""
+    """Return a frozen layer without attributes, to which pickle or copy adds the attributes of another layer."""
     frozen = _frozen(kind)
     return frozen.__new__(frozen)
 

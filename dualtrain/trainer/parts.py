@@ -44,7 +44,7 @@ class Parts(Protocol):
 
     Attributes:
         count: the number of parts of a step; the gradient is the mean of the parts' gradients.
-        buffer_number_count: how many numbers about changed buffers a part sends after the step's scalars (``StepScalars``).
+        buffer_number_count: how many numbers, which describe changes of buffers, a part sends after its ``StepScalars``.
     """
 
     count: int

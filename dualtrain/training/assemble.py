@@ -127,7 +127,7 @@ def first_not_finite(source: Source, numbers: Sequence[int]) -> int | None:
             inputs = sample[0] if isinstance(sample, tuple) else None  # a stored sample may be of any type
             if isinstance(inputs, torch.Tensor) and not inputs.isfinite().all():
                 return number
-    except Exception:  # the run has read these samples before without an error: they have changed, so do not search them
+    except Exception:  # the run has read these samples without an error, so they have changed since: stop the search
         return None
     return None
 

@@ -30,7 +30,7 @@ def optimizer_names() -> dict[str, Any]:
 
 
 def make_optimizer(step: StepSection, model: nn.Module, lr: float) -> torch.optim.Optimizer:
-    """Make the optimizer that ``step`` names, over the parameters that require gradients.
+    """Make the optimizer that the settings ``step`` name, over the parameters that require gradients.
 
     Raises:
         UserError: the optimizer is unknown or does not accept its options, or the model has no parameters to train.

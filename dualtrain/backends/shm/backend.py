@@ -114,7 +114,7 @@ class SharedMemoryBackend(DelegatingBackend):
     Args:
         inner: a connected backend that can send CPU tensors.
         sum_memories: the memories in which other backends of this process sum gradients. These sums progress while this
-            backend waits. This backend adds its own memory to the list, and removes it in :meth:`close`.
+            backend waits. This backend adds the memory of its own gradient sums, and removes it in :meth:`close`.
         reserved: sizes in bytes of all buffers that :meth:`new_buffer` will make. If sizes are given, that method does not
             block, and the ranks may call it at different times. If not, it is collective and maps memory at each call.
 

@@ -22,9 +22,9 @@ def collect(job: Job, rounds: int, record: RunRecord | None) -> Evidence:
     - A run on Horovod.
     - A run with dualtrain that reproduces Horovod's defects. If the script meets none of them, this run also counts as the
       run without defects.
-    - If the script meets some, a run with dualtrain without defects, which may be shorter to save steps. A full one follows
-      a shorter one if this one's weights do not differ from Horovod's, or if the run with defects ends differently than
-      Horovod's.
+    - If the script meets some, a run with dualtrain without defects, which may be shorter to save steps. After a shorter
+      one, a full one follows if the weights of the shorter one do not differ from Horovod's, or if the run with defects
+      ends differently than Horovod's.
     - If the run with defects fails, a full run without them.
     - If both sides agree, the second and later rounds. They only measure the speed; the side that runs first alternates.
     - If the weights differ, but optimizers, steps and exit status do not, a second run on Horovod, and one with dualtrain
@@ -83,9 +83,9 @@ class _Runs:
         return plan.steps_with_summary(self.evidence.horovod[0])
 
     def first(self) -> None:
-        """Run the script in full on each of ``sides``.
+        """Run the script in full on each of ``sides``. The run with dualtrain reproduces the defects of Horovod.
 
-        If it meets defects of Horovod with dualtrain, or fails with them, also run it without them.
+        If the script meets some of these defects, or this run fails, also run it with dualtrain without the defects.
         """
         evidence = self.evidence
         if not evidence.recorded:

@@ -74,7 +74,7 @@ def _share_model(source: Source, ddp: ast.Call, wrap: ast.Call) -> bool:
     """Return whether the optimizer of ``wrap`` probably has parameters of the model that ``ddp`` gets.
 
     If the two calls are in different functions, one function must call the other in all runs, and the model must be an
-    attribute of ``self``. In the same function, also return True if the source does not show one of the two models.
+    attribute of ``self``. In the same function, also return True if the source does not show what one of the models is.
     """
     models, module = models_of_optimizer(source, wrap), first_argument(ddp, "module")
     names = [target for target, value, _ in source.assignments if value is ddp]

@@ -32,15 +32,15 @@ def code_in_objects(source: Source) -> Iterator[Finding]:
 
 
 def _registered(source: Source) -> set[str]:
-    """Return names that ``source`` may pass to ``torch.serialization.add_safe_globals``: instances can be sent.
+    """Return names of classes and variables that ``source`` may pass to ``torch.serialization.add_safe_globals``.
 
-    Classes with a decorator that calls ``add_safe_globals`` count, too.
+    Instances of these classes can be sent. Classes with a decorator that calls ``add_safe_globals`` count, too.
     """
     calls = [call for call in source.calls if source.name(call.func) in _REGISTER]
     decorators = {above.name for call in calls for above in source.above(call) if isinstance(above, Function)}
     found = {one.name for one in source.classes if not decorators.isdisjoint(map(_decorator, one.decorator_list))}
     values = [value for call in calls for value in given_values(call)]
-    for value in values:  # this list grows by what may be in the variables
+    for value in values:  # the loop appends the expressions from which variables may get their values
         for node in ast.walk(value):
             if (name := last_name(node)) and name not in found:
                 found.add(name)
