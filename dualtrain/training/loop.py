@@ -27,7 +27,7 @@ from dualtrain.data.sampler import Sampler
 from dualtrain.data.sources import IGNORED, Source
 from dualtrain.data.text import CHOSEN
 from dualtrain.errors import BackendError, DivergedError, StoppedError, UserError
-from dualtrain.files import absolute, cure_of
+from dualtrain.files import absolute
 from dualtrain.on_ranks import on_all_ranks, on_rank_zero
 from dualtrain.run_folder import checkpoint
 from dualtrain.run_folder.attempt_events import recoveries_in
@@ -420,7 +420,7 @@ class Run:
         if failed is None:
             path = checkpoint.path_of(folder / "checkpoints", self.cursor.step)
             return f"saved in {path}; continue with {output.again(folder)}"
-        cure = f"{cure_of(failed)}, then {way_to_continue(output, folder)}"
+        cure = way_to_continue(output, folder, [failed])
         return f"and its checkpoint could not be written ({failed.strerror or failed}): {cure}"
 
     def _end_epoch(self) -> None:

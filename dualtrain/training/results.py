@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from dualtrain.config import OutputSection
 from dualtrain.data import Task
 from dualtrain.errors import NotSavedError
-from dualtrain.files import cure_of, without_nan, write_json
+from dualtrain.files import cure_of, names_in, without_nan, write_json
 from dualtrain.on_ranks import on_rank_zero
 from dualtrain.run_folder import checkpoint
 from dualtrain.run_folder.folder_lock import FolderLock
@@ -112,8 +112,9 @@ def write_results(
     """
 
     def write() -> tuple[list[str], str]:
-        problems, cure = _write(folder, weights, summary, unwritten(), lock)
-        return problems, f"{cure}, then {way_to_continue(output, folder)}" if problems else ""
+        problems = _write(folder, weights, summary, unwritten(), lock)
+        said = [f"{name} ({error.strerror or error})" for name, error in problems.items()]
+        return said, way_to_continue(output, folder, problems.values()) if problems else ""
 
     problems, cure = on_rank_zero(trainer.backend, "summary", write)
     if problems:
@@ -123,14 +124,16 @@ def write_results(
         )
 
 
-def way_to_continue(output: OutputSection, folder: Path) -> str:
-    """Describe how to continue the run in ``folder`` after files could not be written."""
+def way_to_continue(output: OutputSection, folder: Path, errors: Iterable[OSError]) -> str:
+    """Describe how to continue the run in ``folder`` after the ``errors`` of writes into it."""
+    resume = f"continue from the last saved checkpoint with {output.again(folder)}"
     saved = True
     with suppress(OSError):  # if the folder cannot be read now, it may contain checkpoints
+        if not names_in(folder):  # it contains at least the file of this process's generation
+            return f"the folder was moved or removed: move it back, then {resume}; if it was removed, start anew"
         saved = bool(checkpoint.with_best(folder / "checkpoints"))
-    if saved:
-        return f"continue from the last saved checkpoint with {output.again(folder)}"
-    return "start again with the same command, since no checkpoint was saved"
+    cures = ", ".join(dict.fromkeys(map(cure_of, errors)))
+    return f"{cures}, then {resume if saved else 'start again with the same command, since no checkpoint was saved'}"
 
 
 def _write(
@@ -139,8 +142,8 @@ def _write(
     summary: dict[str, Any],
     unwritten: Mapping[str, OSError],
     lock: FolderLock,
-) -> tuple[list[str], str]:
-    """Write the files; return what could not be written, each with the reason, and the cure.
+) -> dict[str, OSError]:
+    """Write the files; return what could not be written, and why.
 
     The summary marks the run as ended, so it is written last, and only if nothing has failed.
     """
@@ -156,5 +159,4 @@ def _write(
             write(folder / name)
         except OSError as error:
             problems[name] = error
-    cures = dict.fromkeys(map(cure_of, problems.values()))
-    return [f"{name} ({error.strerror or error})" for name, error in problems.items()], ", ".join(cures)
+    return problems

@@ -233,6 +233,28 @@ def test_a_stopped_run_without_a_new_checkpoint_says_how_to_continue(tmp_path, m
         train(tmp_path, 2)
 
 
+@pytest.mark.parametrize("stopped", [True, False])
+def test_a_run_whose_folder_was_moved_says_how_to_continue(tmp_path, monkeypatch, stopped):
+    step = loop.Run._step
+
+    def moved(run: loop.Run) -> list[float]:
+        if run.cursor.step == 2:
+            run.writer.wait()  # for the checkpoint of step 2
+            (tmp_path / "run").rename(tmp_path / "moved")
+            if stopped:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return step(run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Run, "_step", moved)
+        cure = "the folder was moved or removed: move it back, then continue from the last saved checkpoint with the same"
+        with pytest.raises((StoppedError, NotSavedError), match=rf"No such file or directory\).*: {cure} command"):
+            train(tmp_path / "run", 2, "--resume", "auto")
+    (tmp_path / "moved").rename(tmp_path / "run")
+    resumed, whole = train(tmp_path / "run", 2, "--resume", "auto"), train(tmp_path / "whole", 2)
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
+
+
 def test_a_run_without_its_last_checkpoint_has_not_ended(tmp_path, monkeypatch, capsys):
     whole = train(tmp_path / "whole", 2)
     with monkeypatch.context() as patch:
