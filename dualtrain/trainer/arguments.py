@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from numbers import Integral, Real
 
 import torch
@@ -40,6 +41,8 @@ def check_options(clip_norm: float | None, ema: float | None, compress: str, vir
     for name, value in (("clip_norm", clip_norm), ("ema", ema)):
         if value is not None and not _is_number(value):
             raise ValueError(f"{name}={value!r} is not a number: give one, or None")
+        if isinstance(value, Integral) and value > sys.float_info.max:
+            raise ValueError(f"{name} is too large for a float: give a smaller number, or None")
     if clip_norm is not None and not clip_norm > 0:
         raise ValueError(f"clip_norm={clip_norm!r} is not above 0: give the largest norm of the gradients, or None")
     if ema is not None and not 0 <= ema <= 1:

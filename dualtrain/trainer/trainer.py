@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -248,7 +249,7 @@ class Trainer:
             BackendError: a rank failed, or the timeout passed.
         """
         try:
-            usable = 0 < expected < math.inf
+            usable = 0 < expected <= sys.float_info.max
         except (TypeError, RuntimeError):  # RuntimeError: a tensor of several elements
             usable = False
         if not usable:
@@ -261,7 +262,7 @@ class Trainer:
             control_flags = news
         try:
             flags = [*array("d", control_flags)]  # unlike float(), it refuses texts
-        except (TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
+        except (OverflowError, TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
             raise ValueError(
                 f"control_flags={control_flags!r} does not consist of numbers: give {CONTROL_FLAGS}, such as zeros"
             ) from None
@@ -579,7 +580,7 @@ class Trainer:
             UserError: the state is of a different number of virtual ranks, or has a schedule and this trainer has none, or
                 vice versa.
             RuntimeError: the state is of a different model, or is of a trainer without ``amp="fp16"``, and this one has it.
-            ValueError: an entry of the state is missing.
+            ValueError: an entry of the state is missing, or the optimizer's entry is malformed.
             ValueError, KeyError: the state is of a different optimizer.
         """
         if not isinstance(state, dict):
@@ -593,8 +594,13 @@ class Trainer:
             raise UserError(f"the state has {has} schedule, unlike this trainer: make the trainer {cure} schedule")
         self.model.load_state_dict(state["model"])
         # An optimizer of torch uses the tensors that it loads, and its steps would change the caller's state.
-        load_optimizer_state(self.optimizer, copy.deepcopy(state["optimizer"]))
-        check_state(self.optimizer)
+        try:
+            load_optimizer_state(self.optimizer, copy.deepcopy(state["optimizer"]))
+            check_state(self.optimizer)
+        except (AttributeError, IndexError, TypeError) as error:  # an entry is of a wrong type
+            raise ValueError(
+                f"the state's 'optimizer' cannot be loaded ({error}): give what state_dict() has returned"
+            ) from error
         self.precision.scaler.load_state_dict(state["scaler"])
         if self.schedule is not None:
             self.schedule.load_state_dict(state["schedule"])

@@ -413,6 +413,7 @@ def test_an_autocast_of_the_caller_has_no_effect_on_steps(amp):
         ({"clip_norm": math.nan}, "clip_norm=nan is not above 0"),
         ({"clip_norm": "1"}, "clip_norm='1' is not a number: give one, or None"),
         ({"clip_norm": [1]}, r"clip_norm=\[1\] is not a number"),
+        ({"clip_norm": 10**400}, "clip_norm is too large for a float: give a smaller number, or None"),
         ({"clip_norm": torch.ones(2)}, "is not a number"),
         ({"ema": "0.9"}, "ema='0.9' is not a number"),
         ({"ema": True}, "ema=True is not a number"),
@@ -480,6 +481,9 @@ def test_epochs_and_states_of_wrong_types_are_refused():
         with pytest.raises(ValueError, match="the state has no 'optimizer': give what state_dict"):
             trainer.load_state_dict({"model": model.state_dict()})
         state = trainer.state_dict()
+        for malformed in (5, {"state": {}, "param_groups": 5}, {**state["optimizer"], "state": {0: 5}}):
+            with pytest.raises(ValueError, match=r"the state's 'optimizer' cannot be loaded \(.*\): give what state_dict"):
+                trainer.load_state_dict({**state, "optimizer": malformed})
         del state["ranks"]
         with pytest.raises(ValueError, match="the state has no 'ranks': give what state_dict"):
             trainer.load_state_dict(state)
@@ -493,7 +497,7 @@ def test_control_flags_are_refused_if_they_are_not_three_numbers(compress):
         for flags in ((1.0, 0.0), (1.0,) * 4):
             with pytest.raises(ValueError, match=f"control_flags has {len(flags)} numbers: give 3"):
                 trainer.step([data(8)], 8.0, flags)
-        for flags in (None, 1.0, (None, 0.0, 0.0), "123", ["1", "2", "3"], torch.zeros(3, 2)):
+        for flags in (None, 1.0, (None, 0.0, 0.0), "123", ["1", "2", "3"], torch.zeros(3, 2), (10**400, 0, 0)):
             with pytest.raises(ValueError, match="does not consist of numbers: give 3, such as zeros"):
                 trainer.step([data(8)], 8.0, flags)
         assert trainer.step([data(8)], 8.0, torch.tensor([1.0, 0.0, 2.0])).control_flags == [1.0, 0.0, 2.0]
