@@ -128,7 +128,7 @@ class FolderLock:
         if not self.is_mine():
             number = generation.newest(self._folder)
             other = generation.look(self._folder, number) if number else None
-            if other is not None and _same(other.owner, self._owner):
+            if other is not None and _is_copied(other.owner, number, self._owner, self.generation):
                 raise SupersededError(
                     f"{str(self._folder)!r} was replaced by a copy while this process used it: this process ends, and "
                     "changes nothing in the copy; start again with --resume auto to continue from its newest checkpoint",
@@ -207,11 +207,15 @@ def in_use(folder: Path, user: object) -> UserError:
     )
 
 
-def _same(one: Owner | None, other: Owner | None) -> bool:
-    """Return whether two records are of one process and lock: a copy of a generation's file may lack later renewals."""
-    if one is None or other is None:
+def _is_copied(found: Owner | None, number: int, own: Owner | None, own_number: int) -> bool:
+    """Return whether the record ``found``, of generation ``number``, came with a copy of the folder.
+
+    A copy has this process's own record, which may lack later renewals, or, if it is older, that of an earlier generation.
+    """
+    if found is None or own is None:
         return False
-    return (one.process, one.machine, one.since) == (other.process, other.machine, other.since)
+    same = (found.process, found.machine, found.since) == (own.process, own.machine, own.since)
+    return same or (number < own_number and found.since < own.since)
 
 
 def _is_here(seen: Seen) -> bool:

@@ -237,12 +237,19 @@ def test_two_paths_of_one_folder_have_one_lock(tmp_path):
             FolderLock().take(tmp_path / "link", LIMIT)
 
 
-def test_a_folder_that_was_replaced_by_a_copy_is_named_as_the_cause(tmp_path):
+@pytest.mark.parametrize("is_older", [False, True])
+def test_a_folder_that_was_replaced_by_a_copy_is_named_as_the_cause(tmp_path, monkeypatch, is_older):
     lock, folder = FolderLock(), tmp_path / "run"
     folder.mkdir()
+    if is_older:
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "strftime", lambda form: "2026-01-02 03:04:05")
+            with locked(folder):
+                shutil.copytree(folder, tmp_path / "copy")
     lock.take(folder, 1.0)
     try:
-        shutil.copytree(folder, tmp_path / "copy")
+        if not is_older:
+            shutil.copytree(folder, tmp_path / "copy")
         folder.rename(tmp_path / "moved")
         (tmp_path / "copy").rename(folder)
         with pytest.raises(SupersededError, match="was replaced by a copy while this process used it"):
