@@ -230,6 +230,13 @@ def test_a_stopped_process_keeps_its_folder_until_its_end(tmp_path):
     assert "resuming from step" in end.stdout.splitlines()[0]
 
 
+def test_a_start_on_an_ended_run_removes_the_temporary_files_of_a_killed_start(tmp_path):
+    train(tmp_path)
+    (tmp_path / f".generation-2.{'0' * 16}.tmp").touch()
+    train(tmp_path, "--resume", "auto")
+    assert not list(tmp_path.glob("*.tmp"))
+
+
 def test_two_paths_of_one_folder_have_one_lock(tmp_path):
     with locked(tmp_path):
         (tmp_path / "link").symlink_to(tmp_path)
