@@ -214,8 +214,10 @@ def problem_of_name(path: Path, tree: dict[str, Any], step: int) -> str:
     return f"checkpoint {str(path)!r} holds step {cursor.get('step')}, unlike its name: remove it"
 
 
-def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
+def set_aside(folder: Path, step: int, lock: FolderLock, *, has_best: bool) -> None:
     """Rename all checkpoints of steps after ``step``: they are kept, but no run resumes from them.
+
+    If there is no best evaluation up to ``step`` (``has_best``), rename ``BEST`` even if it cannot be read now.
 
     Raises OSError, SupersededError.
     """
@@ -226,6 +228,8 @@ def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
     best_step = step_in(best)
     if best_step is not None and best_step > step:
         put_aside(best, path_of(folder, best_step), lock)
+    elif best_step is None and not has_best and os.path.lexists(best):
+        put_aside(best, best, lock)
 
 
 def put_aside(path: Path, name: Path, lock: FolderLock) -> None:

@@ -218,7 +218,7 @@ class Run:
         def prepare() -> None:
             # An earlier start may have written files of later steps, and this run computes those steps again. Rename these
             # files, so that no run resumes from them.
-            set_aside(self.folder, self.cursor.step, lock)
+            set_aside(self.folder, self.cursor, lock)
             write_task(self.folder, self.task, lock)
             allow_restart(self.folder, lock)
             for name, tree in start.copies.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -232,21 +233,23 @@ def _as_flag(name: str, value: Any) -> str:
     return f"no {flag}" if value is None else f"{flag} {value}"
 
 
-def set_aside(folder: Path, step: int, lock: FolderLock) -> None:
-    """Rename files of steps after ``step``, and remove temporary files of killed processes.
+def set_aside(folder: Path, cursor: Cursor, lock: FolderLock) -> None:
+    """Rename files of steps after that of ``cursor``, and remove temporary files of killed processes.
 
     Call this on rank 0 only. Raises OSError, or SupersededError.
     """
     lock.check()
+    step = cursor.step
     remove_temporary(folder / "checkpoints", _CHECKPOINTS)
-    checkpoint.set_aside(folder / "checkpoints", step, lock)
+    checkpoint.set_aside(folder / "checkpoints", step, lock, has_best=bool(cursor.best))
     weights = folder / BEST_WEIGHTS
     best_step = step_of(weights)
-    if best_step is not None and best_step > step:
+    unreadable = best_step is None and not cursor.best and os.path.lexists(weights)
+    if unreadable or (best_step is not None and best_step > step):
         checkpoint.put_aside(weights, weights, lock)
     summary = folder / "summary.json"
     last_step = or_nothing(lambda: read_json(summary)).get("steps")
-    if type(last_step) is int and last_step > step:
+    if os.path.lexists(summary) and (type(last_step) is not int or last_step > step):
         checkpoint.put_aside(summary, summary, lock)  # otherwise a restart would conclude that the run has ended
 
 

@@ -36,7 +36,9 @@ from dualtrain.run_folder.folder_lock import FolderLock
 from dualtrain.run_folder.run_dir import MetricsFile, step_of
 from dualtrain.trainer.optimizer_state import check_state
 from dualtrain.training import assemble, signals
+from dualtrain.training.cursor import Cursor
 from dualtrain.training.optimizers import optimizer_names
+from dualtrain.training.resume import set_aside
 from dualtrain.training.signals import note_early_requests
 from tests.training.runs import KilledError, train_alone
 
@@ -160,6 +162,19 @@ def interrupted_resume(folder: Path, path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop.Run, "train", interrupt)
         train(folder, 3, "--resume", str(path))
+
+
+def test_files_that_cannot_be_read_at_a_start_are_set_aside(tmp_path):
+    """They may be of later steps, and readable again when a restart looks for the newest checkpoint."""
+    (tmp_path / "checkpoints").mkdir()
+    names = ("checkpoints/best.safetensors", "model-best.safetensors", "summary.json")
+    for name in names:
+        (tmp_path / name).touch()
+    set_aside(tmp_path, Cursor(step=3, best={"step": 2}), FolderLock())  # the files of step 2 may be needed
+    assert [(tmp_path / name).exists() for name in names] == [True, True, False]
+    set_aside(tmp_path, Cursor(step=1), FolderLock())
+    assert [(tmp_path / name).exists() for name in names] == [False] * 3
+    assert all((tmp_path / f"{name}.aside").exists() for name in names)
 
 
 def test_files_that_are_set_aside_replace_no_earlier_files(tmp_path):

@@ -24,6 +24,7 @@ from dualtrain.files import read_json
 from dualtrain.run_folder import checkpoint, folder_lock, generation
 from dualtrain.run_folder.checkpoint_writer import Writer
 from dualtrain.run_folder.folder_lock import FolderLock, SupersededError
+from dualtrain.training.cursor import Cursor
 from dualtrain.training.resume import set_aside
 from tests.forked import ROOT, Forked, rank_variables, run, wait_until
 from tests.training.runs import content, train_alone
@@ -279,7 +280,7 @@ def test_temporary_files_of_another_process_are_not_removed(tmp_path):
     temporary.touch()
     supersede(tmp_path)
     with pytest.raises(SupersededError):
-        set_aside(tmp_path, 1, lock)
+        set_aside(tmp_path, Cursor(step=1), lock)
     assert temporary.exists()
 
 
