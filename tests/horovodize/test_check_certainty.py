@@ -55,6 +55,7 @@ TEST_SAMPLER = f"{WRAP}s = {SAMPLER}\n"
 TRAIN_SAMPLER = TEST_SAMPLER.replace("test", "train")
 DATA = "torch.utils.data.DataLoader"
 TEST = f"test_loader = {DATA}"
+SAMPLED = f"x = {DATA}(d, sampler={SAMPLER})\n".replace("test_data", "d")
 RANDOM = "torch.utils.data.RandomSampler(d)"
 EPOCHS = "for epoch in range(9):\n    for y in x: loss.backward()"
 FITS = (
@@ -97,6 +98,12 @@ CASES = [
         f"test_sampler = {SAMPLER}\nl = torch.utils.data.DataLoader(d, sampler=test_sampler)\nfor x in l:\n    model(x)",
         f"test_sampler = {SAMPLER}\nl = torch.utils.data.DataLoader(d, sampler=test_sampler, drop_last=True)\n"
         "for x in l:\n    total += model(x)\nmean = hvd.allreduce(torch.tensor([total, 1]))",
+    ),
+    (
+        "padded_evaluation",  # no finding if the function that evaluates gets another loader
+        f"{SAMPLED}def run(x):\n    model.eval()\n    for y in x:\n        model(y)\nrun(x)",
+        f"def main():\n    {SAMPLED}    for y in x:\n        model(y).backward()\n    run(other)\n"
+        "def run(x):\n    model.eval()\n    for y in x:\n        model(y)",
     ),
     ("padded_evaluation", f"test_sampler = {SAMPLER}", f"test_data.sampler = {SAMPLER}\nlearn(test_data.sampler)"),
     (

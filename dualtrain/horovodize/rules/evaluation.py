@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from dualtrain.horovodize.guards import Guards
 from dualtrain.horovodize.nodes import argument_at, arms, calls_in, first_argument, is_bool, last_name, sampler_of
+from dualtrain.horovodize.order import arguments, calls_of
 from dualtrain.horovodize.rules.discarded import is_barrier
 from dualtrain.horovodize.rules.ranks import only_waits
 from dualtrain.horovodize.rules.uses import is_distributed_sampler, is_read, leaves_program, loader_around
@@ -142,9 +143,25 @@ def _samplers_under_eval(source: Source) -> set[_Variable]:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("eval", "train"):
                 evaluating = node.func.attr == "eval" and not node.args
             elif isinstance(node, ast.For) and evaluating and not _trains(node):
-                made = (samplers.get(_text(part), []) for part in ast.walk(node.iter))
-                found |= {sampler for one in made for home, sampler in one if len(one) == 1 or home in (scope, source.tree)}
+                for user, loader in _iterated(source, scope, node):
+                    made = samplers.get(loader, [])
+                    found |= {sampler for home, sampler in made if len(made) == 1 or home in (user, source.tree)}
     return found
+
+
+def _iterated(source: Source, scope: Scope, loop: ast.For) -> Iterator[tuple[Scope, str]]:
+    """Yield the variables that ``loop`` in ``scope`` iterates, as (function or module that uses the variable, its text).
+
+    For a parameter, these are the variables that the script's calls pass, if there are such calls.
+    """
+    for part in ast.walk(loop.iter):
+        calls = calls_of(source, scope) if _text(part) in source.parameters(loop) else ()
+        given = [
+            (source.scope(call), _text(value))
+            for call in calls
+            for value in arguments(source, scope, call, _text(part))  # type: ignore[arg-type]
+        ]
+        yield from given or [(scope, _text(part))]
 
 
 def _trains(loop: ast.For) -> bool:
