@@ -978,6 +978,35 @@ CASES = [
         WRAP + "last = n % 4 == 3\nfor i, x in enumerate(data):\n    model(x).backward()\n"
         "    if last and training:\n        optimizer.step()",
     ),
+    *(
+        (
+            "accumulation_without_passes",  # a counter that is reset, and calls that compute i % N
+            f"{WRAP}import math\nfor i, x in enumerate(data):\n    model(x).backward()\n    n += 1\n    {test}"
+            "    optimizer.step()  # HERE\n" + "        n = 0\n",
+            f"{WRAP}for x in data:\n    critic(x).backward()\n    n += 1\n    if n == 4:\n        model(x).backward()\n"
+            "        optimizer.step()\n        n = 0\n",
+        )
+        for test in (
+            "if n == 4:\n    ",
+            "if n >= 4:\n    ",
+            "if divmod(i, 4)[1] == 3:\n    ",
+            "if math.fmod(i, 4) == 3:\n    ",
+        )
+    ),
+    (
+        "accumulation_without_passes",  # no finding if an exception handler takes the step
+        f"{WRAP}for x in data:\n    model(x).backward()\n    n += 1\n    if n < 4:\n        continue\n"
+        "    optimizer.step()  # HERE\n    n = 0",
+        f"{WRAP}for i, x in enumerate(data):\n    try:\n        model(x).backward()\n    except OSError:\n"
+        "        if i % 3:\n            continue\n        optimizer.step()\n    else:\n        optimizer.step()",
+    ),
+    (
+        "accumulation_without_passes",  # synchronize() before the step; no finding between the backward passes
+        f"{WRAP}for x in data:\n    model(x).backward()\n    model(x).backward()\n    optimizer.synchronize()\n"
+        "    with optimizer.skip_synchronize():\n        optimizer.step()  # HERE",
+        f"{WRAP}for x in data:\n    model(x).backward()\n    optimizer.synchronize()\n    model(x).backward()\n"
+        "    optimizer.synchronize()\n    with optimizer.skip_synchronize():\n        optimizer.step()",
+    ),
     (
         "accumulation_without_passes",  # a function of the script calls backward
         WRAP + "def backward(loss):\n    loss.backward()\nfor x in data:\n    for part in x:\n        backward(part)\n"
@@ -2157,6 +2186,26 @@ def test_accumulation_is_found_if_two_branches_step_the_same_optimizer():
     loop = "for i, x in enumerate(data):\n    model(x).backward()\n    if i % 4 == 3:\n        optimizer.step()\n"
     found = BY_NAME["accumulation_without_passes"](source(f"{WRAP}{loop}    elif i == end:\n        optimizer.step()"))
     assert [finding.line for finding in found] == [7, 9]
+
+
+@pytest.mark.parametrize(
+    ("test", "repaired"),
+    [
+        ("if not i % 4:\n    ", True),
+        ("if n >= 4:\n    ", True),
+        ("if n < 4:\n        continue\n", True),
+        ("if i % 2:\n    ", True),
+        ("if i % 4:\n    ", False),
+        ("if (i + 1) % 4 != 0:\n    ", False),
+        ("if i % 4 > 0 and on:\n    ", False),
+        ("if i % 4 == 0:\n        continue\n", False),
+    ],
+)
+def test_accumulation_is_repaired_unless_its_condition_is_reversed(test, repaired):
+    indent = "" if "continue" in test else "    "
+    loop = f"for i, x in enumerate(data):\n    model(x).backward()\n    n += 1\n    {test}    optimizer.step()\n"
+    (found,) = BY_NAME["accumulation_without_passes"](source(f"{WRAP}{loop}{indent}    n = 0"))
+    assert bool(found.edits) is repaired
 
 
 def test_the_finding_for_a_discarded_scheduler_broadcast_recommends_its_state_dict():

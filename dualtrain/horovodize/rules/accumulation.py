@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.events import STEP_KINDS, Event, events_by_scope
@@ -13,6 +14,17 @@ from dualtrain.horovodize.rules.losses import models_of_loss, models_of_optimize
 from dualtrain.horovodize.source import Finding, Function, Source
 
 _LOOP = ast.For | ast.While
+
+
+class _Period(NamedTuple):
+    """A condition that is true once in ``length`` iterations, such as ``i % N == 0``.
+
+    ``node`` is ``i % N``, or the comparison of a counter that is reset.
+    """
+
+    node: ast.expr
+    counter: ast.expr
+    length: ast.expr
 
 
 def accumulation_without_passes(source: Source) -> Iterator[Finding]:
@@ -42,15 +54,20 @@ def _may_have_passes(wrap: ast.Call) -> bool:
 
 
 def _every_nth(source: Source, events: list[Event], step: Event) -> tuple[ast.expr | None] | None:
-    """Return ``(N,)`` for ``backward(); if i % N == 0: step()``, or with ``if i % N: continue``; else None."""
-    loop = next((above for above in source.above(step.node) if isinstance(above, _LOOP | Function)), None)
+    """Return ``(N,)`` for ``backward(); if i % N == 0: step()``, or with ``if i % N: continue``; else None.
+
+    Return ``(None,)`` for the reversed condition, ``if i % N: step()``: the number of passes is not N.
+    """
+    ends = _LOOP | Function | ast.ExceptHandler  # a step after an exception is not one of every N
+    loop = next((above for above in source.above(step.node) if isinstance(above, ends)), None)
     if not isinstance(loop, _LOOP):
         return None
     in_loop = [event for event in events if loop in source.above(event.node)]
     for branch, lines in _branches(source, step.node, loop):
-        modulo = _modulo(source, branch.test)
-        passes = None if modulo is None else source.constant(modulo.right)
-        if modulo is None or not _changes_in(loop, modulo.left) or (passes is not None and passes.value == 1):
+        truth = any(part in branch.body for part in source.above(step.node))
+        period = _modulo(source, branch.test) or _reset_counter(loop, branch, lines, truth)
+        passes = None if period is None else source.constant(period.length)
+        if period is None or not _changes_in(loop, period.counter) or (passes is not None and passes.value == 1):
             continue
         if any(event.kind == "backward" and event.node.lineno in lines for event in in_loop):
             continue
@@ -58,12 +75,14 @@ def _every_nth(source: Source, events: list[Event], step: Event) -> tuple[ast.ex
         if _calls(source, loop, lines, {"backward"}) or _calls(source, loop, skips, {"step", "synchronize"}):
             continue
         around = [event for event in in_loop if event.node.lineno not in lines]
-        around = [event for event in around if not _depends_on(source, event, modulo, branch.test, loop)]
+        around = [event for event in around if not _depends_on(source, event, period, branch.test, loop)]
         kinds = {event.kind for event in around if event.optimizer in ("", step.optimizer)}
         others = [event for event in in_loop if event.kind in STEP_KINDS and event.optimizer != step.optimizer]
         # Optimizers that take turns have a backward pass each, perhaps in one line: `model = one if i % 2 else two`.
         alternate = any(source.exclusive(one.node, step.node) or _is_left_out(branch, lines, one) for one in others)
-        return (modulo.right,) if "backward" in kinds and not alternate and not kinds & _STEPS else None
+        reversed_ = _holds_once(source, branch.test, period.node) is (not truth) and (passes is None or passes.value != 2)
+        length = None if reversed_ else period.length
+        return (length,) if "backward" in kinds and not alternate and not kinds & _STEPS else None
     return None
 
 
@@ -104,17 +123,17 @@ def _calls(source: Source, loop: ast.For | ast.While, lines: range, methods: set
     return any(call.lineno in lines and last_name(call.func) in names for call in calls_in(loop))
 
 
-def _depends_on(source: Source, event: Event, modulo: ast.BinOp, condition: ast.expr, loop: ast.AST) -> bool:
+def _depends_on(source: Source, event: Event, period: _Period, condition: ast.expr, loop: ast.AST) -> bool:
     """Return whether, in ``loop``, the backward pass ``event`` is in an ``if`` that also decides on steps.
 
-    Its test contains ``modulo``, which is ``i % N``; or ``N``, unless it is a constant, which may be the same by chance; or
-    ``condition``, the test before the step, without ``not``.
+    Its test contains the node of ``period``, which is ``i % N``; or ``N``, unless it is a constant, which may be the same
+    by chance; or ``condition``, the test before the step, without ``not``.
     """
     if event.kind != "backward":
         return False
     while isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not):
         condition = condition.operand
-    same = {ast.unparse(one) for one in (modulo, condition, modulo.right) if not isinstance(one, ast.Constant)}
+    same = {ast.unparse(one) for one in (period.node, condition, period.length) if not isinstance(one, ast.Constant)}
     tests = [above.test for above in source.around(event.node, ast.If) if loop in source.above(above)]
     return any(ast.unparse(node) in same for test in tests for node in ast.walk(test))
 
@@ -125,8 +144,10 @@ def _changes_in(loop: ast.For | ast.While, value: ast.expr) -> bool:
     return any(ast.unparse(node) in names for node in filter(is_stored, ast.walk(loop)))
 
 
-def _modulo(source: Source, test: ast.expr) -> ast.BinOp | None:
+def _modulo(source: Source, test: ast.expr) -> _Period | None:
     """Return ``i % N`` in ``test``, in the value of ``test``, or in a condition whose variables decide on ``test``.
+
+    A call such as ``divmod(i, N)`` counts too.
 
     An index does not count, nor does a call (other than ``bool()`` and ``int()``) in the value of an operand: the loss in
     ``if isfinite(loss)`` may be computed from ``data[i % N]``.
@@ -134,8 +155,57 @@ def _modulo(source: Source, test: ast.expr) -> ast.BinOp | None:
     whole = (node for value in (test, *source.local_values(test)) for node in _walk(value))
     for node in (*whole, *_operands(source, test, set())):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and not isinstance(node.left, ast.Constant):
-            return node
+            return _Period(node, node.left, node.right)
+        if isinstance(node, ast.Call) and last_name(node.func) in _REMAINDERS and len(node.args) == 2:
+            return _Period(node, *node.args)
     return None
+
+
+_REMAINDERS = ("divmod", "fmod", "mod", "remainder")
+
+
+def _reset_counter(loop: ast.For | ast.While, branch: ast.If, lines: range, truth: bool) -> _Period | None:
+    """Return the period of ``n += 1; if n == N: step(); n = 0``, where ``n`` is counted outside of ``lines``; else None.
+
+    The step runs if the test of ``branch`` has the value ``truth``.
+    """
+    test = branch.test
+    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Eq | ast.GtE if truth else ast.NotEq | ast.Lt):
+        return None
+    name = ast.unparse(test.left)
+    counted = reset = False
+    for node in ast.walk(loop):
+        if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and ast.unparse(node.target) == name:
+            counted = counted or (ast.unparse(node.value) == "1" and node.lineno not in lines)
+        elif isinstance(node, ast.Assign) and name in map(ast.unparse, node.targets) and node.lineno in lines:
+            reset = reset or ast.unparse(node.value) == "0"
+    return _Period(test, test.left, test.comparators[0]) if counted and reset else None
+
+
+def _holds_once(source: Source, test: ast.expr, node: ast.expr, depth: int = 0) -> bool | None:
+    """Return the value of ``test`` in the iterations that the :class:`_Period` of ``node`` counts; None if unknown.
+
+    That is True for ``i % N == 0``, and False for ``i % N``.
+    """
+    if test is node:
+        return isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq | ast.GtE)
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        inner = _holds_once(source, test.operand, node, depth)
+        return None if inner is None else not inner
+    if isinstance(test, ast.Compare):
+        operator = type(test.ops[0])
+        differs = operator is ast.NotEq or (operator is ast.Gt and ast.unparse(test.comparators[0]) == "0")
+        known = node in (test.left, getattr(test.left, "value", None)) and (differs or operator is ast.Eq)
+        return not differs if known else None
+    inside = [test.value] if isinstance(test, ast.NamedExpr) else []
+    if isinstance(test, ast.BoolOp):
+        inside = test.values
+    elif isinstance(test, ast.Call) and last_name(test.func) in ("bool", "int"):
+        inside = test.args
+    elif isinstance(test, ast.Name | ast.Attribute) and depth < 4:
+        inside = source.local_values(test)
+    found = (_holds_once(source, one, node, depth + 1) for one in inside)
+    return next((value for value in found if value is not None), None)
 
 
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
@@ -216,16 +286,23 @@ def _in_a_row(source: Source, events: list[Event], step: Event) -> tuple[ast.exp
     There must be more backward passes than steps: ``one.backward(); two.backward(); first.step(); second.step()`` is
     correct if the two losses reach different parameters.
     """
-    block = source.block(source.statement(step.node))
-    backwards = []
+    statement: ast.stmt = source.statement(step.node)
+    while isinstance(around := source.parents[statement], ast.With) and not _has_backward(around):
+        statement = around  # with optimizer.skip_synchronize():
+    block = source.block(statement)
+    backwards: list[ast.Call] = []
     for event in reversed(events[: events.index(step)]):
-        if event.kind in (*STEP_KINDS, "synchronize"):
+        if event.kind in STEP_KINDS or (event.kind == "synchronize" and backwards):
             break
         if event.kind == "backward" and source.statement(event.node) in block:
             backwards.append(event.node)
-    after = block[block.index(source.statement(step.node)) :]
+    after = block[block.index(statement) :]
     many = len(backwards) > max(1, _steps_until_backward(after))
     return (None,) if many and _share_parameters(source, backwards, step) else None
+
+
+def _has_backward(block: ast.With) -> bool:
+    return any(last_name(call.func) == "backward" for call in calls_in(block))
 
 
 def _share_parameters(source: Source, backwards: list[ast.Call], step: Event) -> bool:
