@@ -1008,6 +1008,11 @@ CASES = [
         "    optimizer.synchronize()\n    with optimizer.skip_synchronize():\n        optimizer.step()",
     ),
     (
+        "lost_wrapper",  # in a with statement; no finding if it expects an exception
+        "o = torch.optim.SGD(p, 1)\nwith timer():\n    hvd.DistributedOptimizer(o)  # HERE\n    o.step()",
+        "o = torch.optim.SGD(p, 1)\nwith pytest.raises(ValueError):\n    hvd.DistributedOptimizer(o)\no.step()",
+    ),
+    (
         "accumulation_without_passes",  # a function of the script calls backward
         WRAP + "def backward(loss):\n    loss.backward()\nfor x in data:\n    for part in x:\n        backward(part)\n"
         "    optimizer.step()  # HERE",
