@@ -32,7 +32,8 @@ def is_made_by_rank(source: Source, data: ast.expr, depth: int = 0) -> bool:
     """Return whether each process may make ``data`` itself: by random numbers without a seed, or by rollouts."""
     text = ast.unparse(data)
     draws = re.search(r"\b(rand|randn|randint|normal|uniform|random)\(", text)
-    if _MADE_BY_RANK.search(text) or (draws and not any(map(seeds_torch, source.files))):
+    seeded = "manual_seed(" in text or any(map(seeds_torch, source.files))
+    if _MADE_BY_RANK.search(text) or (draws and not seeded):
         return True
     return depth < 4 and any(is_made_by_rank(source, value, depth + 1) for value in _definitions(source, data))
 
