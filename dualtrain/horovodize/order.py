@@ -111,8 +111,9 @@ def calls_of(source: Source, function: Scope) -> Iterator[ast.Call]:
     parent = source.parents.get(function)
     if isinstance(parent, ast.ClassDef) and getattr(function, "name", "") == "__init__":
         yield from (call for call in source.calls if source.constructs(call, parent))
-    elif function is not source.tree:
-        yield from (call for call in source.calls if called(source, call) is function)
+    elif isinstance(function, Function):
+        named = (call for call in source.calls if last_name(call.func) == function.name)
+        yield from (call for call in named if called(source, call) is function)
 
 
 def arguments(source: Source, function: Function, call: ast.Call, parameter: str) -> list[ast.expr]:

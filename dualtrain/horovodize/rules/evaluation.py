@@ -110,7 +110,9 @@ def is_for_evaluation(source: Source, call: ast.Call) -> bool:
     if _EVALUATION.search(names) and not _TRAINING.search(target.lower()):
         return True
     sampler = target if loader is None else ast.unparse(call)
-    return (_home(sampler, source.scope(call)), sampler) in _samplers_under_eval(source) and not _TRAINING.search(names)
+    return (_home(sampler, source.scope(call)), sampler) in source.once(_samplers_under_eval) and not _TRAINING.search(
+        names
+    )
 
 
 def _home(variable: str, scope: Scope) -> Scope | None:

@@ -88,9 +88,9 @@ def seeds_torch(source: Source) -> bool:
 def _manual_seed_uses(source: Source) -> Iterator[ast.AST]:
     """Yield the uses of manual_seed and manual_seed_all, except those of a torch.Generator."""
     for node in source.nodes:
-        of_generator = isinstance(node, ast.Attribute) and _is_generator(source, node.value)
-        if last_name(node) in ("manual_seed", "manual_seed_all") and not of_generator:
-            yield node
+        if last_name(node) in ("manual_seed", "manual_seed_all"):
+            of_generator = isinstance(node, ast.Attribute) and _is_generator(source, node.value)
+            yield from () if of_generator else (node,)
 
 
 def seeds_ranks_alike(source: Source) -> bool:
