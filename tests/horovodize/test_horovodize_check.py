@@ -1008,6 +1008,11 @@ CASES = [
         "    optimizer.synchronize()\n    with optimizer.skip_synchronize():\n        optimizer.step()",
     ),
     (
+        "lost_wrapper",  # a step by a GradScaler; no finding for another optimizer
+        "o = torch.optim.SGD(p, 1)\nhvd.DistributedOptimizer(o)  # HERE\nscaler.step(o)",
+        "o = torch.optim.SGD(p, 1)\nhvd.DistributedOptimizer(o)\nscaler.step(other)",
+    ),
+    (
         "lost_wrapper",  # in a with statement; no finding if it expects an exception
         "o = torch.optim.SGD(p, 1)\nwith timer():\n    hvd.DistributedOptimizer(o)  # HERE\n    o.step()",
         "o = torch.optim.SGD(p, 1)\nwith pytest.raises(ValueError):\n    hvd.DistributedOptimizer(o)\no.step()",

@@ -18,11 +18,13 @@ def lost_wrapper(source: Source) -> Iterator[Finding]:
     """A call of DistributedOptimizer whose result is discarded, if the script steps the original optimizer."""
     for call in source.hvd_calls("DistributedOptimizer"):
         inner = first_argument(call, "optimizer")
-        step = f"{ast.unparse(inner)}.step" if inner is not None else ""
+        name = ast.unparse(inner) if inner is not None else ""
         # In a ``try`` statement or ``with raises():``, the script may expect that the call fails.
         items = map(ast.unparse, source.with_items(call))
         expected = any(source.around(call, ast.Try)) or any(re.search("(?i)raises|suppress", item) for item in items)
-        stepped = any(ast.unparse(other.func) == step for other in source.calls)
+        steps = [other for other in source.calls if isinstance(other.func, ast.Attribute) and other.func.attr == "step"]
+        # optimizer.step() or scaler.step(optimizer)
+        stepped = any(name in map(ast.unparse, (other.func.value, *other.args)) for other in steps)  # type: ignore[attr-defined]
         if isinstance(source.parents[call], ast.Expr) and stepped and not expected:
             message = (
                 "the wrapper is lost, and a step of the original optimizer does not wait for averaged gradients; assign "
