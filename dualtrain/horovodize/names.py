@@ -52,14 +52,20 @@ PUBLIC = COLLECTIVES | BUILD | OPS | RANK_NAMES | _SETS | _LIFECYCLE | _CLASSES 
 #: Names that the submodules of horovod.torch define, and that dualtrain's modules have too.
 MODULE_NAMES = {
     "compression": {"Compression", "Compressor", "FP16Compressor", "NoneCompressor"},
-    "functions": {*OBJECTS, "broadcast_async_", "broadcast_optimizer_state", "broadcast_parameters", "rank", "synchronize"},
+    "functions": {
+        *(*OBJECTS, "broadcast_async_", "broadcast_optimizer_state", "broadcast_parameters", "rank", "synchronize"),
+        *("ProcessSet", "global_process_set"),
+    },
     "mpi_ops": {
         *(OUT_OF_PLACE | IN_PLACE | ASYNC | BUILD | OPS | RANK_NAMES | _SETS | _LIFECYCLE),
         *("Compression", "HorovodInternalError", "_basics", "barrier", "join", "shutdown"),
     },
-    "optimizer": {"DistributedOptimizer", "_DistributedAdasumOptimizer", "_DistributedOptimizer"},
+    "optimizer": {
+        *("DistributedOptimizer", "_DistributedAdasumOptimizer", "_DistributedOptimizer", "Adasum", "Average", "Sum"),
+        *("Compression", "ProcessSet", "global_process_set", "rocm_built", "size"),
+    },
     "process_sets": _SETS,
-    "sync_batch_norm": {"SyncBatchNorm"},
+    "sync_batch_norm": {"Sum", "SyncBatchNorm"},
 }
 
 #: Compressions, including dualtrain's own ``bf16``.

@@ -1448,7 +1448,7 @@ CASES = [
         "unknown_name",  # names of a submodule
         "import horovod.torch.compression as c\nc.FP8Compressor  # HERE",
         "import horovod.torch.compression as c\nclass Mine(c.Compressor): ...\nhvd.compression.NoneCompressor\n"
-        "from horovod.torch.optimizer import _DistributedOptimizer as O\nhvd.mpi_ops._basics.rank()\nO(model)",
+        "from horovod.torch.optimizer import _DistributedOptimizer as O, Average\nhvd.mpi_ops._basics.rank()\nO(model)",
     ),
     (
         "optimizer_state",
