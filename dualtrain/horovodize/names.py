@@ -68,6 +68,13 @@ MODULE_NAMES = {
     "sync_batch_norm": {"Sum", "SyncBatchNorm"},
 }
 
+#: Attributes and methods of Horovod's wrapped optimizers that dualtrain's optimizers do not have.
+PRIVATE = {
+    *("_allreduce_delay", "_grad_accs", "_group_counts", "_groups", "_handles", "_p_to_group", "_starting_models"),
+    *("_allreduce_grad_async", "_grouped_allreduce_grad_async", "_sparse_allreduce_grad_async"),
+    *("_make_hook", "_register_hooks"),
+}
+
 #: Compressions, including dualtrain's own ``bf16``.
 COMPRESSIONS = {"Compression.bf16", "Compression.fp16", "Compression.none"}
 

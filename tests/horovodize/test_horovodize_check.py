@@ -148,6 +148,18 @@ CASES = [
         "    x = isinstance(y, _DistributedOptimizer)\nclass _DistributedAdasumOptimizer: ...\n"
         "class Mine(_DistributedAdasumOptimizer): ...",
     ),
+    (
+        "private_attribute",
+        "o = hvd.DistributedOptimizer(o)\no._handles.clear()  # HERE",
+        "o = hvd.DistributedOptimizer(o)\no._synchronized = o._compression\nother._handles.clear()\n"
+        "if hasattr(o, '_handles'): o._handles.clear()\n"
+        "class Mine(torch.optim.Optimizer):\n    def synchronize(self): self._handles.clear()",
+    ),
+    (
+        "private_attribute",  # a replaced method, which dualtrain does not call
+        "self.optimizer = hvd.DistributedOptimizer(o)\nself.optimizer._allreduce_grad_async = mine  # HERE",
+        "self.optimizer = mine.DistributedOptimizer(o)\nself.optimizer._allreduce_grad_async = mine",
+    ),
     ("horovod_run", "import horovod\nhorovod.run(train, np=2)  # HERE", "import horovod\nhorovod.__version__"),
     ("horovod_run", "from horovod import run\nrun(train)  # HERE", "from horovod import run"),
     ("branch_on_build", "if hvd.nccl_built():  # HERE\n    pass", "print(hvd.nccl_built())"),

@@ -37,6 +37,7 @@ RULES: tuple[Rule, ...] = (
     single_calls.uncalled,
     single_calls.unknown_argument,
     single_calls.subclass_of_wrapper,
+    single_calls.private_attribute,
     single_calls.join_with_other_operations,
     single_calls.adasum,
     single_calls.adasum_skipping,

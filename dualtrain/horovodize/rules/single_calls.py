@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from dualtrain.horovodize.names import COMPRESSIONS, HOMES, MODULE_NAMES, PUBLIC, RANK_NAMES
+from dualtrain.horovodize.names import COMPRESSIONS, HOMES, MODULE_NAMES, PRIVATE, PUBLIC, RANK_NAMES
 from dualtrain.horovodize.nodes import argument_at, first_argument, keyword, last_name
 from dualtrain.horovodize.own_modules import parameters
 from dualtrain.horovodize.source import Finding, Source
@@ -124,6 +124,19 @@ def subclass_of_wrapper(source: Source) -> Iterator[Finding]:
                     "subclass of it fails; wrap the optimizer with hvd.DistributedOptimizer"
                 )
                 yield Finding(node.lineno, "unsupported", message)
+
+
+def private_attribute(source: Source) -> Iterator[Finding]:
+    """A private attribute of Horovod's wrapped optimizers that dualtrain's lack."""
+    for node in source.nodes:
+        if not isinstance(node, ast.Attribute) or node.attr not in PRIVATE or last_name(node.value) not in source.wrapped:
+            continue
+        if not _tests_for(source, node, node.attr):
+            message = (
+                f"'{node.attr}' is a private attribute of Horovod's optimizers, and dualtrain lacks it; use public methods "
+                "such as synchronize()"
+            )
+            yield Finding(node.lineno, "unsupported", message)
 
 
 def join_with_other_operations(source: Source) -> Iterator[Finding]:
