@@ -27,6 +27,7 @@ from dualtrain.backends.sum_order import SumOrder
 from dualtrain.backends.tree_sum import TreeSum
 from dualtrain.errors import UserError, one_line
 from dualtrain.launchers import World
+from dualtrain.rendezvous.key_value_store import KeyValueStore
 
 
 class Backend(Reductions, ObjectCalls):
@@ -59,7 +60,10 @@ class Backend(Reductions, ObjectCalls):
         device: where this rank's tensors are, as chosen by ``connect``.
         timeout: the longest time in seconds that a call waits.
         is_group: whether this backend was made from another one, as by :meth:`group` and :meth:`channel`.
+        store: a part of the job's store for this world alone, or ``None``. It can be used after :meth:`close`.
     """
+
+    store: KeyValueStore | None = None
 
     def __init__(self, world: World, device: torch.device, timeout: float) -> None:
         super().__init__(world, device, timeout)

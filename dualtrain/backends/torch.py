@@ -244,6 +244,7 @@ class TorchBackend(Backend):
     """
 
     name = "torch"
+    store: dist.Store
     transports: ClassVar = {"cpu": "gloo", "cuda": "nccl"}
     _subsets = 0  # how many groups and default groups were made from this backend
     _default_group: Any = None  # the default group that this backend has made
@@ -272,7 +273,7 @@ class TorchBackend(Backend):
             UserError: the processes cannot connect to each other.
             BackendError: a rank did not connect to rank 0 in time, or rank 0 cannot be reached or cannot listen.
         """
-        self._store = store
+        self.store = store
         self._groups: list[Any] = []
         self._channel: Any = Closed()
         try:
@@ -447,7 +448,7 @@ class TorchBackend(Backend):
         if self._native is not None:
             group._native = dist.PrefixStore(prefix, self._native)
         group._interface, group._address, group._one_host = self._interface, self._address, self._one_host
-        group._open_groups(dist.PrefixStore(prefix, self._store))
+        group._open_groups(dist.PrefixStore(prefix, self.store))
         group._set_longest(few_cores=self._few_cores)
         return group
 
@@ -461,7 +462,7 @@ class TorchBackend(Backend):
         agree(self, Call("make_default_group"))
         self._subsets += 1
         gpus = self.device.type == "cuda"
-        store = self._native_store() if gpus else self._store
+        store = self._native_store() if gpus else self.store
         with variables({} if self._interface is None else {"GLOO_SOCKET_IFNAME": self._interface}):
             try:
                 dist.init_process_group(

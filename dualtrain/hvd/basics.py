@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,9 +20,13 @@ from dualtrain.hvd.channels import Reducers
 from dualtrain.hvd.engine import Engine
 from dualtrain.hvd.exceptions import HorovodInternalError
 from dualtrain.hvd.process_sets import NOT_INITIALIZED, ProcessSet, attach, detach, ids_and_ranks
+from dualtrain.hvd.rejoin import Rejoin
 from dualtrain.launchers import World, detect_world
+from dualtrain.processes import start_thread
 from dualtrain.rendezvous.hosts import listening_address
 from dualtrain.rendezvous.meeting_point import world_of
+
+_ENDING_SECONDS = 5.0  # longest wait at exit until the store has the report that this process ends
 
 
 @dataclass
@@ -32,6 +38,8 @@ class _Current:
 
 
 _current: _Current | None = None
+#: The ranks of the latest world that init() connected: which of them join the next world?
+_rejoin: Rejoin | None = None
 #: The reducers of all hvd.DistributedOptimizers of this process.
 reducers = Reducers()
 _generations = 0
@@ -54,7 +62,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         BackendError: another rank failed, or did not continue in time, after it had joined the world.
         HorovodInternalError: the ranks' process sets differ.
     """
-    global _current, _generations
+    global _current, _generations, _rejoin
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
             raise ValueError(f'process_sets={process_sets!r} is not known: pass a list of process sets, or "dynamic"')
@@ -65,8 +73,11 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         compat.enable(settings.compat)
         mention_others(os.environ)
         owns_backend = not isinstance(comm, Backend)
+        if _rejoin is not None:
+            _rejoin.announce()
         backend = _connect(comm, settings) if owns_backend else comm
         engine = _start_engine(backend, settings, owns_backend)
+        _rejoin = Rejoin(backend) if owns_backend else None
         _generations += 1
         _current = _Current(engine, owns_backend, _generations, os.getpid())
         atexit.register(shutdown)
@@ -134,6 +145,38 @@ def shutdown() -> None:
     current.engine.close()
     if current.owns_backend:
         current.engine.backend.close()
+
+
+def await_rejoin() -> None:
+    """Block until all ranks of the world that this rank has left join the next one. Then call ``init``, on all ranks.
+
+    Raises:
+        HorovodInternalError: a rank's process has ended, or a rank did not continue in time.
+    """
+    if _rejoin is not None:
+        _rejoin.announce()
+        _rejoin.await_others()
+
+
+@cache
+def announce_end_at_exit() -> None:
+    """Report to the other ranks when this process ends, so that :func:`await_rejoin` does not wait for it."""
+    ending = threading.Event()
+    # Start the thread now: Python 3.12 starts no threads at exit. Don't report in the main thread, which would wait
+    # forever if the process that serves the store hangs.
+    thread = start_thread(_announce_end, "dualtrain-hvd-end", (ending,))
+
+    def end() -> None:
+        ending.set()
+        thread.join(_ENDING_SECONDS)
+
+    atexit.register(end)
+
+
+def _announce_end(ending: threading.Event) -> None:
+    ending.wait()
+    if _rejoin is not None:
+        _rejoin.announce_end()
 
 
 def is_initialized() -> bool:

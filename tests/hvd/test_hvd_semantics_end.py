@@ -18,6 +18,8 @@ import torch
 from torch import nn
 
 import dualtrain
+from dualtrain.hvd.exceptions import HorovodInternalError
+from dualtrain.hvd.rejoin import Rejoin
 from dualtrain.hvd.timeline import Timeline
 from dualtrain.launchers import World
 from tests.forked import in_child, run_ranks, wait_until
@@ -211,6 +213,43 @@ def test_elastic_training_does_not_wait_for_a_failed_rank():
             train(state)
         assert state.batch == 0  # the last commit is restored before the error is raised
         assert not hvd.is_initialized()
+
+
+# Program in which one rank returns from ``train`` early, and its process ends normally.
+RETURNING = """
+import sys
+import torch
+import dualtrain.hvd as hvd
+hvd.init()
+
+@hvd.elastic.run
+def train(state):
+    while hvd.rank() != int(sys.argv[1]) or state.batch < 2:
+        state.batch += 1
+        hvd.allreduce(torch.ones(2), name="loss")
+
+train(hvd.elastic.TorchState(batch=0))
+"""
+
+
+@pytest.mark.parametrize("early", [0, 1])
+def test_elastic_training_does_not_wait_for_a_rank_that_has_ended_normally(tmp_path, early):
+    ends = run_ranks(3, ("-c", RETURNING, str(early)), tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    assert [end.returncode for end in ends] == [int(rank != early) for rank in range(3)]
+    for end in ends[:early] + ends[early + 1 :]:
+        cause = f"rank {early} has ended, so it cannot join again|the process that serves the job's store has ended .*"
+        assert re.search(rf"HorovodInternalError: ({cause})\nelastic.run needs all ranks: restart the job", end.stderr)
+
+
+def test_elastic_training_waits_until_all_ranks_join_again():
+    store = torch.distributed.HashStore()
+    first, second = (Rejoin(mock.Mock(store=store, rank=rank, size=2, timeout=0.1)) for rank in range(2))
+    first.announce()
+    with pytest.raises(HorovodInternalError, match=r"rank 1 did not join again within 0\.1 s\nelastic.run"):
+        first.await_others()
+    second.announce()
+    second.announce_end()  # too late: the next world has started
+    first.await_others()
 
 
 def traced(backend, folder):
