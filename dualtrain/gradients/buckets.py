@@ -17,6 +17,7 @@ from dualtrain.gradients.bucket_memory import BucketMemory, link
 from dualtrain.gradients.frozen import FrozenCheck
 from dualtrain.gradients.layout import AVERAGE, BucketLayout, Transfer, lay_out
 from dualtrain.gradients.packed import PackedGradients
+from dualtrain.gradients.parameters import is_sharded
 from dualtrain.gradients.refused_slots import RefusedSlots
 from dualtrain.gradients.scaling import Scaling
 from dualtrain.gradients.shard_sums import BucketSum, RankSum, ShardSums, copy_all
@@ -143,10 +144,12 @@ class Bucket:
     def refuse_changed_parameters(self, number: int) -> None:
         """Refuse round ``number`` if the program has changed a parameter, and dropped its gradient, during backward.
 
-        Optimizers that step in hooks do so: each rank has then changed the parameter by its own gradient. Call this after
-        ``pack``. Rounds are numbered by ``Schedule``.
+        Optimizers that step in hooks do so: each rank has then changed the parameter by its own gradient. Also refuse it if
+        ``fully_shard`` has replaced a parameter. Call this after ``pack``. Rounds are numbered by ``Schedule``.
         """
         for slot in self._missing:
+            if slot.param.requires_grad and is_sharded(slot.param):
+                self.refused.sharded = self.refused.sharded or slot
             # Private in torch 2.5 to 2.15: the version counter, which counts a tensor's in-place changes.
             if slot.ready_in_round == number and slot.param._version != slot.ready_version:
                 self.refused.stepped = self.refused.stepped or slot

@@ -17,11 +17,18 @@ from dualtrain.backends.dtensor import is_dtensor
 from dualtrain.torch_versions import grad_dtype
 
 _DTYPE = attrgetter("dtype")
+SHARDED = "was replaced in its module by a DTensor (torch's fully_shard), which the optimizer does not have"
 
 
 def gradient_dtype(p: torch.Tensor) -> torch.dtype:
     """Return the dtype of the gradient of ``p``; torch allows it to differ from the dtype of ``p``."""
     return grad_dtype(p) or p.dtype
+
+
+def is_sharded(p: torch.Tensor) -> bool:
+    """Return whether ``fully_shard`` (FSDP2) has replaced ``p`` in its module by a DTensor."""
+    # Private in torch 2.15: no public attribute marks such a parameter. Older versions may have no mark.
+    return hasattr(p, "_fsdp_orig_uid")
 
 
 def check_supported(name: str, p: torch.Tensor) -> None:
@@ -31,6 +38,8 @@ def check_supported(name: str, p: torch.Tensor) -> None:
         reason = "is not initialized: run one batch through the model first"
     elif is_dtensor(p):
         reason = "is a DTensor (FSDP2 or tensor parallel): each rank has a different shard, and shards have no average"
+    elif is_sharded(p):
+        reason = f"{SHARDED}: make the optimizer after fully_shard, and do not wrap it"
     # No public attribute marks FSDP's parameters. Both attributes are private in torch 2.5 to 2.15. FSDP's flat parameters
     # have both; the user's own parameters (use_orig_params=True) have only the second.
     elif getattr(p, "_is_flat_param", False) or getattr(p, "_fsdp_flattened", False):

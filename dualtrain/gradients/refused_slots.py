@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dualtrain.gradients.parameters import SHARDED
 from dualtrain.gradients.slots import Slot
 
 
@@ -19,6 +20,7 @@ class RefusedSlots:
             the last bucket, this may be a slot in no bucket, with a sparse gradient: found by ``SparseGradients.reduce``.
         stepped: its parameter was changed and its gradient dropped in backward. Found by
             ``Bucket.refuse_changed_parameters``.
+        sharded: ``fully_shard`` has replaced its parameter. Found by ``Bucket.refuse_changed_parameters``.
     """
 
     misplaced: Slot | None = None
@@ -26,6 +28,7 @@ class RefusedSlots:
     reshaped: Slot | None = None
     trained_elsewhere: Slot | None = None
     stepped: Slot | None = None
+    sharded: Slot | None = None
 
     def reason(self) -> str | None:
         """Return the first reason to refuse, for an error message; ``None`` if there is none."""
@@ -47,6 +50,8 @@ class RefusedSlots:
                 f"parameter {self.trained_elsewhere.name!r} was frozen on this rank and trained on others, so that "
                 "weights differ: freeze the same parameters on every rank (if drawn at random, from the same seed)"
             )
+        if self.sharded is not None:
+            return f"parameter {self.sharded.name!r} {SHARDED}: leave fully_shard out, or do not wrap the optimizer"
         if self.stepped is not None:
             return (
                 f"parameter {self.stepped.name!r} was changed in backward, and its gradient was dropped before it was "

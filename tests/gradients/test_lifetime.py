@@ -213,6 +213,12 @@ def flat():
     return p
 
 
+def sharded():
+    p = nn.Parameter(torch.zeros(2))
+    p._fsdp_orig_uid = 0
+    return p
+
+
 OWN_DTYPE = pytest.mark.skipif(
     not hasattr(torch.Tensor, "grad_dtype"), reason="needs torch 2.10, the first with grad_dtype"
 )
@@ -229,6 +235,7 @@ def any_dtype():
     [
         (lazy, "is not initialized"),
         (flat, "FullyShardedDataParallel"),
+        (sharded, "was replaced in its module by a DTensor"),
         pytest.param(any_dtype, "has grad_dtype=None", marks=OWN_DTYPE),
     ],
 )

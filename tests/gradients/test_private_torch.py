@@ -12,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.torch_version import TorchVersion
 
+from dualtrain.gradients.parameters import is_sharded
 from dualtrain.hvd import compat
 
 VERSION = f"torch {torch.__version__}"
@@ -163,6 +165,25 @@ def test_fsdp_marks_its_parameters(originals, mark):
     assert all(found), (
         f"{VERSION}: FSDP with use_orig_params={originals} does not set {mark}: change check_supported in "
         "gradients/parameters.py; otherwise shards are averaged without an error"
+    )
+
+
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < (2, 15), reason="older versions may not mark parameters that fully_shard replaces"
+)
+def test_fully_shard_marks_the_parameters_that_it_replaces():
+    model = nn.Linear(2, 2)
+    from torch.distributed.fsdp import fully_shard  # torch 2.5 has it in another module
+
+    replaced = list(model.parameters())
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    finally:
+        dist.destroy_process_group()
+    assert all(map(is_sharded, replaced)), (
+        f"{VERSION}: fully_shard does not set _fsdp_orig_uid: change is_sharded in gradients/parameters.py; otherwise a "
+        "wrapped optimizer keeps parameters that the model no longer has"
     )
 
 

@@ -295,6 +295,21 @@ def test_a_parameter_that_one_rank_changed_is_named_in_an_error_on_every_rank(ch
     run_threads(2, refused, change)
 
 
+def sharded(backend):
+    """Mark a parameter as ``fully_shard`` does, and compute no gradient for it."""
+    model = perceptron()
+    optimizer = sgd(model, backend)
+    first, last = model[0], model[2]
+    first.weight._fsdp_orig_uid = 0
+    with pytest.raises(BackendError, match=r"^rank 0: parameter '0\.weight' was replaced .* fully_shard"):
+        last(torch.ones(1, 6)).sum().backward()
+    optimizer.close()
+
+
+def test_a_parameter_that_fully_shard_has_replaced_is_refused():
+    run_threads(2, sharded)
+
+
 def unfrozen(backend):
     """Append a frozen parameter on all ranks; one step later, unfreeze it on rank 1."""
     model = perceptron()
