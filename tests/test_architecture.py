@@ -107,7 +107,7 @@ LAYERS = {
         {"parameters", "parameter_order", "turns", "deprecated", "shard_sums", "late_flag"},
         {"layout", "passes"},
         {"slots", "wire_format"},
-        {"exposed", "frozen", "sparse", "packed", "refused_slots", "scaling"},
+        {"exposed", "frozen", "sparse", "packed", "refused_slots", "scaling", "changed_parameters"},
         {"bucket_memory"},
         {"buckets"},
         {"schedule", "hooks"},

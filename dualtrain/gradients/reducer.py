@@ -316,6 +316,7 @@ class GradientReducer:
 
     def _start_over(self, *, reduced: bool) -> None:
         self.has_local = False
+        self._exchange.refusals.changed.clear()
         self._exchange.end_round(reduced=reduced)
         self._seen = self.passes if self._dropped else 0
         self._ending, self._refused_pass = None, False
@@ -334,6 +335,7 @@ class GradientReducer:
         self._summed_version = -1
         self._step_check.record([])
         self._exchange.refusals.steps += stepped
+        self._exchange.refusals.changed.clear()
         self._exchange.refusals.sent_dropped = False
         sent = self._exchange.schedule.next > 0
         self._dropped_round = self._exchange.schedule.round if sent and not self._is_running else None
@@ -408,6 +410,7 @@ class GradientReducer:
     def gradient_accumulated(self, slot: Slot) -> None:
         """Record that a gradient is this rank's own, and the number of steps, before hooks of the program may step."""
         self._exchange.reduced, self.has_local = False, True
+        self._exchange.refusals.changed.watch(slot, self._exchange.schedule.round)
         slot.steps = self.steps
 
     def gradient_ready(self, slot: Slot) -> None:
@@ -416,6 +419,8 @@ class GradientReducer:
         if slot.steps is not None and slot.steps != exchange.refusals.steps:
             return  # a hook of the program that runs before this one has stepped, with the average of this gradient
         exchange.reduced, self.has_local = False, True
+        if len(slot.param._post_accumulate_grad_hooks) > 1:
+            exchange.refusals.changed.watch(slot, exchange.schedule.round)
         running = self._is_running
         if self._paused:
             # A failed pass may have sent some of its gradients. Their sums would overwrite the gradients of this pass.

@@ -794,6 +794,52 @@ def test_gradients_are_averaged_in_backward_if_optimizers_step_before_they_are_a
         torch.testing.assert_close(result, alone)
 
 
+def updates_by_hand(backend, update, first):
+    """Change parameters in their hooks, which are registered before the optimizer is wrapped, or after it."""
+    model = perceptron()
+
+    def register():
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(update)
+
+    if first:
+        register()
+    optimizer = sgd(model, backend)
+    if not first:
+        register()
+    for _ in range(2):
+        optimizer.zero_grad()
+        vector_loss(model, backend.rank).backward()
+        optimizer.step()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def descend(p):
+    p.data.add_(p.grad, alpha=-0.1)
+
+
+def descend_and_drop(p):
+    descend(p)
+    p.grad = None
+
+
+def clamp(p):
+    p.data.clamp_(-0.1, 0.1)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("update", [descend, descend_and_drop])
+def test_updates_by_hand_in_hooks_are_refused_if_parameters_then_differ(update, first):
+    with pytest.raises(BackendError, match=r"^rank 0: parameter '0\.weight' was changed in backward, and now differs"):
+        run_threads(2, updates_by_hand, update, first)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_hooks_may_make_the_same_change_to_parameters_on_every_rank(first):
+    results = run_threads(2, updates_by_hand, clamp, first)
+    assert all(map(torch.equal, *results))
+
+
 def drops_in_backward(backend):
     """On one rank, let a hook call zero_grad() before backward has reached all parameters."""
     model = perceptron()
