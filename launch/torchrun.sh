@@ -15,9 +15,14 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 # the same number.
 count_ranks
 here=" localhost $(hostname) $(hostname -s) $(hostname -I 2>/dev/null || true) "
-mine='' counts=()
+mine='' counts=() listed=' '
 IFS=, read -ra entries <<<"$hosts"
 for host in "${entries[@]}"; do
+  # Each entry is one torchrun: with a host listed twice, torchrun would wait for a second start on it.
+  if [[ $listed == *" ${host%%:*} "* ]]; then
+    refuse "HOSTS=$HOSTS has the host ${host%%:*} twice: name each host once, with all of its ranks, such as ${host%%:*}:4"
+  fi
+  listed+="${host%%:*} "
   if [[ $here == *" ${host%%:*} "* ]]; then
     mine=${host##*:}
   elif [[ -z $mine && ${host%%[.:]*} == "$(hostname -s)" ]]; then
@@ -34,6 +39,10 @@ nproc=${mine:-${counts[0]}}
 # minutes.
 rendezvous=(--standalone --local-addr=localhost)
 if [ "${#names[@]}" -gt 1 ]; then
+  # Each host would meet itself at localhost, and wait for the others.
+  if [[ $listed =~ \ (localhost|127\.[0-9.]+)\  ]]; then
+    refuse "HOSTS=$HOSTS has several hosts, and ${BASH_REMATCH[1]} is another host on each of them: use the name $(hostname) for this host"
+  fi
   if [ -z "${PORT:-}" ]; then
     refuse "PORT is not set, but the rendezvous of ${#names[@]} hosts needs a port: set it to a free port of ${names[0]%%:*}"
   fi

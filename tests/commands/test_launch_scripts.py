@@ -126,6 +126,26 @@ def test_torchrun_reads_this_hosts_number_of_ranks_from_the_variable_hosts(tmp_p
     )
 
 
+@pytest.mark.parametrize(
+    ("hosts", "reason"),
+    [
+        ("one:1,two,one:1", "has the host one twice: name each host once, with all of its ranks, such as one:4"),
+        (
+            "localhost,two",
+            "has several hosts, and localhost is another host on each of them: use the name HERE for this host",
+        ),
+        (
+            "one,127.0.1.1",
+            "has several hosts, and 127.0.1.1 is another host on each of them: use the name HERE for this host",
+        ),
+    ],
+)
+def test_hosts_that_torchrun_would_wait_for_are_refused(hosts, reason):
+    end = start("torchrun", HOSTS=hosts, PORT="7")
+    assert (end.returncode, end.stdout) == (2, "")
+    assert end.stderr == f"torchrun.sh: error: HOSTS={hosts} {reason.replace('HERE', os.uname().nodename)}\n"
+
+
 #: The ends of the commands that each script starts: for NPROC=3, and for NPROC=2 HOSTS="one:2,two" IFACE="lo" PORT=7.
 STARTS = {
     "torchrun": (
