@@ -70,6 +70,11 @@ def _try_to_reach(rank: int, other: int, get: Callable[[str], str]) -> str | Non
     try:
         socket.create_connection((host, int(port)), _SECONDS).close()
     except OSError as error:
+        if host.startswith("127."):  # `address` found no other
+            return (
+                f"rank {rank} on {socket.gethostname()} cannot reach the host of rank {other}, whose only IPv4 address is "
+                f"{host}: give all hosts IPv4 addresses at which they reach each other; IPv6 is not enough"
+            )
         reason = os.strerror(error.errno) if error.errno else f"no answer within {_SECONDS:g} s"
         return (
             f"rank {rank} on {socket.gethostname()} cannot reach the host of rank {other} at {host}:{port} ({reason}): "

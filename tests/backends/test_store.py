@@ -19,6 +19,7 @@ from dualtrain.backends.torch import _JobStore
 from dualtrain.launchers import World
 from dualtrain.rendezvous import hosts, meeting_point, store
 from dualtrain.rendezvous.http_store import HttpStore
+from dualtrain.rendezvous.reachability import check_all_reachable
 from dualtrain.rendezvous.store import StoreClient, dial, listen, serve
 from tests.pool import free_port
 
@@ -378,3 +379,11 @@ def test_a_hosts_address_is_that_of_the_chosen_interface(monkeypatch):
     assert hosts.address() == "192.0.2.7"  # eth0: the host's name and the default route give loopback addresses
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
     assert hosts.address("there") == "192.0.2.8"
+
+
+def test_a_host_with_a_loopback_address_alone_is_named_as_such():
+    values = {"reach/at/1": f"{LOCAL} {free_port()}", "reach/result/1": ""}
+    message = f"cannot reach the host of rank 1, whose only IPv4 address is {LOCAL}: give all hosts IPv4 addresses"
+    with pytest.raises(UserError, match=message):
+        check_all_reachable(World(size=2, local_size=1), ["a", "b"], values.__setitem__, values.__getitem__, None)
+    assert message in values["reach/result/0"]
