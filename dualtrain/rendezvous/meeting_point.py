@@ -108,6 +108,10 @@ def _serve(world: World, host: str, port: int) -> StoreServer:
             ) from error
         unknown_name = isinstance(error, socket.gaierror)  # its number is not an errno
         reason = error.strerror if unknown_name else os.strerror(error.errno or 0)
+        if error.errno == errno.EACCES:
+            raise UserError(
+                f"rank 0 may not listen at port {port} ({reason}): set MASTER_PORT to a free one above 1023"
+            ) from error
         raise UserError(
             f"rank 0 cannot listen at {host}:{port} ({reason}): MASTER_ADDR must be an address of the host that "
             "rank 0 runs on"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import secrets
 import socket
@@ -364,6 +365,16 @@ def test_rank_0_listens_at_the_given_address_unless_other_hosts_cannot_reach_it(
     monkeypatch.setattr(meeting_point, "serve", lambda listening, *_: listening)
     world = World(size=2, local_size=1, rendezvous=(address, 29500))
     assert meeting_point._serve(world, address, 29500) == host
+
+
+def test_a_port_that_the_user_may_not_use_is_named(monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(meeting_point, "listen", refuse)
+    message = r"rank 0 may not listen at port 80 \(Permission denied\): set MASTER_PORT to a free one above 1023"
+    with pytest.raises(UserError, match=message):
+        meeting_point._serve(World(size=2, rendezvous=(LOCAL, 80)), LOCAL, 80)
 
 
 def test_a_hosts_address_is_that_of_the_chosen_interface(monkeypatch):
