@@ -149,7 +149,10 @@ class Waits:
         if missing:
             return f"{late} {_missing_text(missing)}"
         elsewhere = "; ".join(f"rank {rank} in {waiting[rank][-1]}" for rank in others)
-        return f"{late} the other ranks, which wait too ({elsewhere}); make the same calls in the same order on every rank"
+        cure = "make the same calls in the same order on every rank"
+        if len({waiting[rank][-1] for rank in (*others, self.job_rank) if waiting.get(rank)}) == 1:
+            cure = f"check the network between the ranks' hosts, and {cure}"  # a broken link is the usual cause
+        return f"{late} the other ranks, which wait too ({elsewhere}); {cure}"
 
     def _others(self) -> list[int]:
         """Return the other members of this backend, by their ranks in the job."""

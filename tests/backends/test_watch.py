@@ -375,6 +375,19 @@ def test_ranks_that_wait_in_different_calls_are_named():
     run_threads(2, waits_elsewhere)
 
 
+def waits_in_the_same_call(backend):
+    backend.watch.report_wait("sum of 'a'")
+    assert wait_until(lambda: len(backend.watch.waiting) == 2, 20)
+    message = backend._timeout_message()
+    backend.barrier()
+    return message
+
+
+def test_ranks_that_wait_in_the_same_call_are_told_to_check_the_network():
+    for said in run_threads(2, waits_in_the_same_call):
+        assert "in sum of 'a'); check the network between the ranks' hosts, and make the same calls" in said
+
+
 def rank_0_hangs(backend):
     original, backend.watch = backend.watch, Watch(backend, "127.0.0.1")
     if backend.rank == 0:
