@@ -49,6 +49,10 @@ if [ "${#names[@]}" -gt 1 ]; then
   if ! [[ $PORT =~ ^[1-9][0-9]{0,4}$ ]] || [ "$PORT" -gt 65535 ]; then
     refuse "PORT=$PORT is not a port: set it to a free port of ${names[0]%%:*}, from 1 to 65535"
   fi
+  # If another job's torchrun listens at the port, nodes of the two jobs would join each other.
+  if [[ $here == *" ${names[0]%%:*} "* ]] && (exec 3<>"/dev/tcp/${names[0]%%:*}/$PORT") 2>/dev/null; then
+    refuse "PORT=$PORT is in use on this host: set it to a free port, the same on all hosts"
+  fi
   rendezvous=(--nnodes="${#names[@]}" --rdzv-backend=c10d --rdzv-endpoint="${names[0]%%:*}:$PORT" --rdzv-id="dualtrain-$PORT")
 fi
 need torchrun

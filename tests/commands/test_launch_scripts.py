@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -144,6 +145,20 @@ def test_hosts_that_torchrun_would_wait_for_are_refused(hosts, reason):
     end = start("torchrun", HOSTS=hosts, PORT="7")
     assert (end.returncode, end.stdout) == (2, "")
     assert end.stderr == f"torchrun.sh: error: HOSTS={hosts} {reason.replace('HERE', os.uname().nodename)}\n"
+
+
+def test_the_first_host_refuses_a_port_in_use(tmp_path):
+    make_environment(tmp_path, "torchrun")
+    name = os.uname().nodename
+    with socket.create_server(("", 0)) as server:
+        port = str(server.getsockname()[1])
+        first, second = (
+            start("torchrun", HOSTS=hosts, PORT=port, DUALTRAIN_VENV=str(tmp_path))
+            for hosts in (f"{name},two", f"two,{name}")
+        )
+    cure = "set it to a free port, the same on all hosts"
+    assert (first.returncode, first.stderr) == (2, f"torchrun.sh: error: PORT={port} is in use on this host: {cure}\n")
+    assert (second.returncode, second.stderr) == (0, "")
 
 
 #: The ends of the commands that each script starts: for NPROC=3, and for NPROC=2 HOSTS="one:2,two" IFACE="lo" PORT=7.
