@@ -16,6 +16,7 @@ from dualtrain.backends.comparison import agree_on_list
 from dualtrain.backends.dtensor import is_dtensor
 from dualtrain.backends.inference import ordinary
 from dualtrain.backends.wire import as_bytes, checked_dense, from_bytes, shares_elements
+from dualtrain.gradients.layout import dense_strides
 from dualtrain.gradients.parameters import check_module, check_optimizer
 
 _CHUNK_BYTES = 25 << 20
@@ -90,6 +91,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, backend: Backend
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load a ``state_dict()``. Keep its dtypes, and keep the dicts that ``optimizer.param_groups`` consists of.
 
+    State of a parameter's shape gets the parameter's strides (channels_last, for example), which files do not keep: steps
+    with ``fused=True`` read the memory of both in the same order, whatever the strides are.
+
     ``optimizer.load_state_dict`` alone casts state to the parameter's dtype, so the float32 moments of bfloat16
     parameters would lose bits. It also replaces the parameter groups by new dicts. If a scheduler belongs to
     a different optimizer object with the same groups, such as a wrapper, it would then change learning rates in the old
@@ -106,19 +110,31 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     params = [p for group in optimizer.param_groups for p in group["params"]]
     for number, p in zip(numbers, params, strict=True):
         if number in state["state"] and p in optimizer.state:
-            optimizer.state[p] = _with_dtypes(optimizer.state[p], state["state"][number])
+            optimizer.state[p] = _restored(optimizer.state[p], state["state"][number], p)
 
 
-def _with_dtypes(loaded: Any, source: Any) -> Any:
-    """Return ``loaded``. Where dtypes differ, take ``source``'s tensor, copied to the device of the loaded tensor."""
+def _restored(loaded: Any, source: Any, p: torch.Tensor) -> Any:
+    """Return ``loaded``, the state of ``p``, with the dtypes of ``source`` and the strides of ``p``.
+
+    Where dtypes differ, take ``source``'s tensor, copied to the device of the loaded tensor.
+    """
     if isinstance(loaded, torch.Tensor) and isinstance(source, torch.Tensor):
-        return loaded if loaded.dtype == source.dtype else source.detach().to(loaded.device, copy=True)
+        same = loaded.dtype == source.dtype
+        return _with_strides(loaded if same else source.detach().to(loaded.device, copy=True), p)
     if isinstance(loaded, dict) and isinstance(source, dict):
         for key in loaded.keys() & source.keys():
-            loaded[key] = _with_dtypes(loaded[key], source[key])
+            loaded[key] = _restored(loaded[key], source[key], p)
     elif isinstance(loaded, list) and isinstance(source, list) and len(loaded) == len(source):
-        loaded[:] = map(_with_dtypes, loaded, source)
+        loaded[:] = [_restored(each, other, p) for each, other in zip(loaded, source, strict=True)]
     return loaded
+
+
+def _with_strides(tensor: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor``, or a copy with the strides that ``torch.zeros_like(p)`` has if the shapes are equal."""
+    plain = type(tensor) is torch.Tensor and tensor.layout is p.layout is torch.strided
+    if not plain or tensor.shape != p.shape or tensor.stride() == p.stride():
+        return tensor
+    return torch.empty_strided(p.shape, dense_strides(p), dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
 
 
 @torch.no_grad()

@@ -180,6 +180,32 @@ def test_an_optimizer_may_load_its_state_in_place():
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
+def test_loaded_state_gets_the_strides_of_its_parameter():
+    """A fused step reads the memory of a parameter and of its state in the same order, and does not look at strides."""
+    model = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    models = [model, copy.deepcopy(model)]
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1, fused=True) for each in models]
+    gradients = [torch.randn(p.shape, generator=torch.Generator().manual_seed(1)) for p in model.parameters()]
+
+    def step(model, optimizer):
+        for p, grad in zip(model.parameters(), gradients, strict=True):
+            p.grad = torch.empty_like(p).copy_(grad)
+        optimizer.step()
+
+    step(models[0], optimizers[0])
+    models[1].load_state_dict(models[0].state_dict())
+    saved = optimizers[0].state_dict()
+    contiguous = {
+        number: {name: value.clone(memory_format=torch.contiguous_format) for name, value in entries.items()}
+        for number, entries in saved["state"].items()
+    }  # as a file holds it
+    state.load_optimizer_state(optimizers[1], {**saved, "state": contiguous})
+    for each in zip(models, optimizers, strict=True):
+        step(*each)
+    assert optimizers[1].state[models[1].weight]["exp_avg"].stride() == models[1].weight.stride()
+    assert torch.equal(models[0].weight, models[1].weight)
+
+
 def single_elements(backend):
     tensors = [torch.full((4,), float(backend.rank))[::4]]
     broadcast_parameters(tensors, backend)
