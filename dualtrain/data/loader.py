@@ -130,7 +130,7 @@ class LoaderSource(Source):
             start_forkserver(["dualtrain.data.preload"])
             options = {"multiprocessing_context": _Context(), "persistent_workers": True, "worker_init_fn": _begin}
         return _Loader(
-            self._reader,  # type: ignore[arg-type]
+            self._reader if self._workers else _OneThread(self._reader),  # type: ignore[arg-type]
             batch_sampler=self._feed,  # type: ignore[arg-type]
             num_workers=self._workers,
             collate_fn=_as_read,  # type: ignore[arg-type]
@@ -138,6 +138,27 @@ class LoaderSource(Source):
             generator=torch.Generator(),  # with torch's default, each epoch would draw from the global generator
             **options,
         )
+
+
+class _OneThread:
+    """Reader that reads in this process with one intra-op thread, as a worker does.
+
+    Otherwise the last bits of sums in a dataset would depend on whether there are workers.
+    """
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def __len__(self) -> int:
+        return len(self._reader)
+
+    def __getitems__(self, wanted: Wanted) -> Tensors | UserError:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return self._reader.__getitems__(wanted)
+        finally:
+            torch.set_num_threads(threads)
 
 
 class _Loader(DataLoader[Any]):

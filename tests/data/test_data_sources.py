@@ -376,6 +376,23 @@ class Numbers:
         return torch.zeros(2, 1), torch.tensor(wanted[0])
 
 
+class Threads(Numbers):
+    def __getitems__(self, wanted):
+        return torch.zeros(1, 1), torch.tensor([torch.get_num_threads()])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_are_read_with_one_thread_with_and_without_workers(workers):
+    source, threads = LoaderSource(Threads(), workers), torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert next(source.stream([Batch(torch.arange(1))], CPU))[1].item() == 1
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+        source.close()
+
+
 class Slow(Numbers):
     def __getitems__(self, wanted):
         time.sleep(100)
