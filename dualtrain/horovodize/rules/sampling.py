@@ -231,7 +231,7 @@ def _may_train(source: Source, node: ast.AST, seen: set[ast.AST]) -> bool:
     return False
 
 
-#: Names of functions and methods of other files that may train.
+#: Names of functions and methods that may train, if no file of the program defines them.
 _TRAINS = re.compile(r"train|fit|run|epoch|step|loop|update|optimi[sz]e", re.IGNORECASE)
 
 
@@ -259,7 +259,11 @@ _EPOCHS = re.compile(r"^(train(ing)?_?)?epochs$|^(n|nb|num|number_of|max|total)_
 
 
 def _epoch_loops(source: Source) -> list[ast.For]:
-    """Return the loops that look like loops over epochs. A loop that only its range makes look so must also train."""
+    """Return the loops that look like loops over epochs.
+
+    If the name of the loop's variable does not show this, but the name of its range's end does, the loop must also contain
+    code that may train.
+    """
     names = {node: _epoch_variable(node) for node in source.nodes if isinstance(node, ast.For)}
     loops = [loop for loop, name in names.items() if name and not _runs_once(source, loop)]
     return [loop for loop in loops if _EPOCH.search(names[loop]) or _may_train(source, loop, set())]
@@ -269,7 +273,7 @@ def _epoch_variable(loop: ast.For) -> str:
     """Return the variable that counts epochs in ``loop``, or "" if ``loop`` does not look like one over epochs.
 
     The name of the variable, or of the range's end, must show that ``loop`` counts epochs. For ``enumerate(range(…))``,
-    it is the second variable.
+    the variable is the second target.
     """
     counts, target = loop.iter, loop.target
     ranges = [call for call in calls_in(counts) if last_name(call.func) in _RANGES and call.args]

@@ -72,7 +72,7 @@ def _named_expressions(source: Source) -> set[str]:
 
 
 def _is_local(source: Source, name: ast.Name) -> bool:
-    """Return whether a function, class or comprehension around ``name`` binds it, by Python's scopes."""
+    """Return whether a function, class or comprehension around ``name`` binds it, by Python's scoping rules."""
     below: ast.AST = name
     in_function = False
     for above in source.above(name):
@@ -94,7 +94,10 @@ _COMPREHENSION = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 
 
 def _bound_in(scope: ast.AST) -> set[str]:
-    """Return the names that ``scope`` binds. Leave out names that are bound only inside a ``def`` or ``class`` in it."""
+    """Return the names that ``scope`` binds, and those that lambdas and comprehensions in it bind.
+
+    Leave out names that are bound only inside a ``def`` or ``class`` in it.
+    """
     found, nodes = set(), list(ast.iter_child_nodes(scope))
     for node in nodes:
         if isinstance(node, Function | ast.ClassDef):
