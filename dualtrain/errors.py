@@ -193,5 +193,5 @@ def is_too_large(error: BaseException) -> bool:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Return the same as :func:`is_too_large`, but false for an OverflowError, which has other causes than memory, too."""
+    """Return the same as :func:`is_too_large`, but false for an OverflowError, which may have another cause."""
     return is_too_large(error) and not isinstance(error, OverflowError)

@@ -86,8 +86,8 @@ class Work(ABC, Generic[T_co]):
 
         Raises:
             BackendError: the operation failed or timed out; :class:`~dualtrain.errors.PeerFailedError` if a rank failed.
-            Exception: error in a call with ``_async``, such as ValueError, if every rank's call has the same error, or if
-                it occurred after the ranks had compared their calls.
+            Exception: error in a call whose name ends in ``_async``, such as ValueError, if every rank's call has the same
+                error, or if it occurred after the ranks had compared their calls.
         """
 
     @abstractmethod

@@ -32,12 +32,12 @@ class Examination:
         timeout: limit in seconds for a backend to join, and for each of its operations.
 
     Attributes:
-        report: plain values. It covers all ranks if their facts arrived on this rank, otherwise only this rank.
+        report: the report as plain values, for all ranks if their facts arrived on this rank, otherwise for this rank only.
     """
 
     def __init__(self, backend: str, world: World, timeout: float) -> None:
         self.world = world
-        self._deadline = time.monotonic() + _PRINT_SECONDS  # rank 0 has printed before; each probe adds its limit
+        self._deadline = time.monotonic() + _PRINT_SECONDS  # by then, rank 0 has printed; each probe adds its limit
         own = local_facts(world)
         self._probes: dict[str, Probe] = {}
         for name in BOTH if backend == "all" else (backend,):

@@ -16,7 +16,7 @@ class Scaling:
     """Factors of a bucket's gradients, in the order in which they are applied.
 
     Attributes:
-        in_copy: factor while the gradients are copied to the bucket, a tensor without dimensions; ``None`` for 1.
+        in_copy: factor that is applied when the gradients are copied to the bucket (a 0-dim tensor); ``None`` for 1.
         before: factor on the gradients in the bucket, before they are converted and summed.
         in_sum: factor that the backend applies to the sum.
         after: factor on the sum, after it was converted to the gradients' dtype.

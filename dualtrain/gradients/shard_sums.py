@@ -16,7 +16,7 @@ from dualtrain.backends.base import Work
 from dualtrain.backends.subnormals import keep_subnormals
 from dualtrain.backends.sum_order import SumOrder
 
-#: Function that splits a buffer into parts: views that together cover the buffer. A shard has its parts in the same order.
+#: Function that splits a buffer into parts: views that together cover the buffer. The parts of a shard are in this order.
 Split = Callable[[torch.Tensor], list[torch.Tensor]]
 
 
@@ -38,7 +38,7 @@ class BucketSum(Protocol):
         """
 
     def clear(self) -> None:
-        """Replace by zeros all shards of this rank, except for the last one."""
+        """Replace all shards of this rank, except for the last one, by zeros."""
 
     def start(self, name: str, factor: float, tail: int) -> Work[None]:
         """Start the sum of all shards; the buffer holds this rank's last shard. See ``Backend.start_sum``."""

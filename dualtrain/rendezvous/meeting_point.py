@@ -128,10 +128,11 @@ def world_of(comm: Any, world: World) -> World:
 
 
 def parts_of(comm: Any, parent: Any = None) -> tuple[list[int], list[list[int]]]:
-    """Return the processes of ``comm``, as ranks of ``parent``, and the different lists of all processes of ``parent``.
+    """Return the processes of this process's ``comm``, and those of every ``comm`` in ``parent``, as ranks of ``parent``.
 
-    There is one such list for each group of processes that have made a communicator together. ``comm`` and ``parent`` are
-    mpi4py communicators. ``parent`` is ``MPI.COMM_WORLD`` by default. Collective over ``parent``; blocks.
+    The processes of ``parent`` may pass different communicators as ``comm``, for example the parts that ``Split()`` makes.
+    The second result has one sorted list for each different set of processes. ``comm`` and ``parent`` are mpi4py
+    communicators; ``parent`` is ``MPI.COMM_WORLD`` by default. Collective over ``parent``; blocks.
 
     Raises:
         ValueError: on every rank, if ``comm`` is no valid communicator on some ranks, such as ``MPI.COMM_NULL``.

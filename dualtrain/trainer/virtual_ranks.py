@@ -41,7 +41,7 @@ log = logging.getLogger("dualtrain")
 T = TypeVar("T")
 #: The trainers with virtual ranks in this process, by backend.
 _trainers: WeakKeyDictionary[Backend, WeakSet[VirtualRanks]] = WeakKeyDictionary()
-#: Buffers that a step of another trainer has changed, as a warning has said.
+#: Buffers for which a warning was given: a step of another trainer has changed them.
 _changed_by_others: WeakSet[CommonBuffers] = WeakSet()
 
 
@@ -235,7 +235,10 @@ class VirtualRanks:
         return self._buffers.tensors()
 
     def warn_of_buffer(self, name: str) -> None:
-        """See :class:`~dualtrain.trainer.parts.Parts`. After a warning that another trainer changes buffers, do nothing."""
+        """See :class:`~dualtrain.trainer.parts.Parts`.
+
+        Do nothing after a warning that a step of another trainer changes buffers of this trainer's model.
+        """
         if self._backend.rank == 0 and self._buffers not in _changed_by_others:
             warn_once(
                 f"with virtual_ranks, buffer {name!r} differs between ranks, so the result may depend on the number of "

@@ -201,7 +201,7 @@ class Run:
         }
 
     def open(self, start: Start) -> None:
-        """Restore a checkpoint, if there is one, claim the run's folder, and write its first files. Collective.
+        """Restore the checkpoint if there is one; then claim the run's folder, and write its first files. Collective.
 
         Before that, :func:`check_one_sample` is called if there is no checkpoint.
         """
@@ -465,7 +465,7 @@ class Run:
     def _diverge(
         self, what: str, step: int, split: str = "", source: Source | None = None, numbers: torch.Tensor | None = None
     ) -> NoReturn:
-        """Raise DivergedError. Its message names the cause if that is one of the samples with the indices ``numbers``.
+        """Raise DivergedError. If one of the samples with the indices ``numbers`` is the cause, the message names it.
 
         ``what`` ends with " on " and the ranks. Rank 0's message names the last checkpoint, so first wait until a
         checkpoint that is being written is complete. Call this method on every rank, so that every rank raises.

@@ -32,7 +32,7 @@ class Evidence:
 
     @property
     def full(self) -> RunRecord:
-        """The run with dualtrain that was to take all steps; of two such runs, the one without Horovod's defects."""
+        """The full run with dualtrain: the one without Horovod's defects, or ``compat`` if that run is not a full one."""
         plain = self.dualtrain[0]
         return plain if self.compat is None or plain.planned >= self.horovod[0].planned else self.compat
 
