@@ -38,7 +38,7 @@ class SynchronizedNorm(torch.autograd.Function):
     def forward(
         ctx: Any, input: torch.Tensor, weight: Any, bias: Any, eps: float, gather: Exchange, total: Exchange
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the normalized input, and all ranks' mean (C,), variance (C,) and number of values per channel ().
+        """Return the normalized input, and mean (C,), variance (C,) and number of values per channel () over all ranks.
 
         Raises:
             ValueError: on all ranks, if all ranks together have fewer than two values per channel.

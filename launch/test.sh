@@ -24,11 +24,11 @@ source "${DUALTRAIN_VENV:-.venv}/bin/activate"
 # Tests start hundreds of processes. With PYTHONDONTWRITEBYTECODE, each of them would compile the package's modules, and each
 # process of pytest would rewrite the assertions of all tests again.
 unset PYTHONDONTWRITEBYTECODE
-# Ignore errors: the tests' user may not write into dualtrain/, as in the Docker image of the tests.
+# Ignore errors: the tests' user may lack write permission for dualtrain/, as in the Docker image of the tests.
 python -m compileall -qq dualtrain || true
 
 # begin_checks: checks the format, lints, and starts mypy in the background. mypy takes 20 s without its cache, but it hardly
-# delays the tests, because they leave the cores idle for a longer time. mypy's output is written to a file, so that it is not
+# delays the tests, because they leave the cores idle for longer than that. mypy's output is written to a file, so that it is not
 # mixed with the tests' output.
 begin_checks() {
   ruff format --check .
@@ -68,9 +68,9 @@ not_run() {
   fi
 }
 
-# Use three pytest processes: at first, one runs all tests whose ranks are processes, and two run the other tests, file by file. With
-# only two pytest processes, a machine with two cores would be idle for a quarter of the time, because many tests wait for timeouts or
-# for launchers.
+# Use three pytest processes. All tests whose ranks are processes run in one of them. Meanwhile, the others run the other tests, file
+# by file. With only two pytest processes, a machine with two cores would be idle for a quarter of the time, because many tests wait
+# for timeouts or for launchers.
 tests=(pytest -n 3 --dist loadgroup)
 
 case ${1:-} in

@@ -49,7 +49,7 @@ def choose_for_horovod_api(env: Mapping[str, str]) -> str:
     DUALTRAIN_BACKEND overrides this choice.
 
     Raises:
-        UserError: DUALTRAIN_BACKEND is not torch, horovod or auto; or :func:`~dualtrain.launchers.detect_world` raises it.
+        UserError: DUALTRAIN_BACKEND is not torch, horovod or auto; or as :func:`~dualtrain.launchers.detect_world`.
     """
     wanted = env.get("DUALTRAIN_BACKEND") or "auto"
     if wanted not in ("auto", "torch", "horovod"):

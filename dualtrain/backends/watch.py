@@ -104,7 +104,7 @@ class Watch:
             function(failure)
 
     def remove_callback(self, function: Callable[[PeerFailure], None]) -> None:
-        """Undo :meth:`add_callback`. The watch's thread may be about to call ``function`` nevertheless."""
+        """Undo :meth:`add_callback`. If a failure has just been recorded, ``function`` may still be called."""
         with self._recording:
             self._callbacks.remove(function)
 

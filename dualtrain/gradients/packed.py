@@ -34,7 +34,7 @@ class PackedGradients:
     def changed(self) -> list[Slot]:
         """Return the slots whose gradients were replaced or changed in place since they were recorded.
 
-        Most gradients in the bucket share one version counter, so if one of them was changed, all of them are returned.
+        Most gradients in the bucket share one version counter. If one of these was changed, all of these are returned.
         """
         if not self._grads:
             return []  # an interrupt such as Ctrl-C has stopped ``Bucket.unpack`` after it called ``forget``

@@ -43,6 +43,7 @@ class Bindings:
         self._parents = parents
         #: Imports that bind each name, by scope: the node of the import, and the full name.
         self._imports: dict[ast.AST, dict[str, list[tuple[ast.AST, str]]]] = {}
+        #: Names that parameters and assignments bind and that hide an import, by scope.
         self._others: dict[ast.AST, set[str]] = {}
         #: Full name of each imported name; the last import counts, but an import of a module in ``HOMES`` has priority.
         self.imported: dict[str, str] = {}
@@ -180,7 +181,7 @@ class Bindings:
             yield node.id
 
     def _find_passed_modules(self, nodes: list[ast.AST]) -> None:
-        """Make parameters hide no import if a call passes a module in ``HOMES`` by a variable with the parameter's name.
+        """Stop parameters from hiding imports if a call passes a module in ``HOMES`` by a variable of the same name.
 
         Example: ``main(h)`` for ``def main(h)``. The function must not assign the parameter.
         """

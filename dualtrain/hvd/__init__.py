@@ -4,8 +4,8 @@ If Horovod's own launcher or MPI started the process and Horovod is installed, t
 ``horovod.torch``. Otherwise the same API runs on torch.distributed. DUALTRAIN_BACKEND=torch or =horovod overrides this
 choice. On torch.distributed, rank 0 matches the ranks' calls by name (``engine.py``, ``coordinator.py``). An optimizer's
 gradients are usually sent without this matching (``optimizer.py``). Modules such as ``mpi_ops`` have the names of Horovod's
-modules, so that programs can also import from them. If a launcher other than MPI started the process, the import also sets
-those of HOROVOD_RANK and similar variables that are not set yet (only on torch.distributed).
+modules, so that programs can also import from them. On torch.distributed, if a launcher other than MPI started the process,
+the import also sets HOROVOD_RANK and similar variables, except those that are set already.
 """
 
 from __future__ import annotations

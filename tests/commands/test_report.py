@@ -248,7 +248,7 @@ def test_a_page_can_be_made_without_runs_or_of_a_run_that_has_not_begun(tmp_path
     (tmp_path / "new").mkdir()
     shown = Page(page(read_runs([str(tmp_path / "new"), make(tmp_path / "run")], require_metrics=False)))
     assert "new has not logged its first steps" in shown.text
-    # With ``require_metrics=True`` (the default), a folder without metrics is a run only if it has this file.
+    # With ``require_metrics=True`` (the default), a folder without metrics.jsonl is a run only if it has a config.json.
     (tmp_path / "new" / "config.json").write_text("{}")
     shown = Page(page(read_runs([str(tmp_path / "new"), str(tmp_path / "run")])))
     assert "new has not logged its first steps" in shown.text

@@ -103,7 +103,8 @@ class SharedMemory:
         rings: list[Any] = [slot.numpy() for slot in self._new_region(_TAGS * TAG_BYTES + 1).slots]
         self._tags = [memoryview(ring) for ring in rings]
         self._others_tags = [self._tags[other] for other in self._semaphores.others]
-        self._posted_ready, self._seen_ready = 0, 0  # numbers of "ready" signals: posted by this rank; consumed from all
+        self._posted_ready = 0  # number of "ready" signals that this rank has posted
+        self._seen_ready = 0  # number of "ready" signals that it has consumed from each other rank
         self._pending: deque[Reduction] = deque()
         self._lock = threading.RLock()
         self._sleeping = False  # whether an operation waits for another rank's post: an interrupt is then harmless
@@ -141,7 +142,7 @@ class SharedMemory:
             BackendError: this operation or an earlier one failed.
         """
         with self._lock:
-            flat = tensor if tensor.dim() == 1 else tensor.view(-1)  # making a view takes longer than a short copy
+            flat = tensor if tensor.dim() == 1 else tensor.view(-1)  # view() takes longer than copying a short tensor
             region = self.buffers.region_of(flat) if in_place else None
             work = Reduction(self, flat, region, op, name, factor, tail, tree)
             what = work.what

@@ -87,6 +87,7 @@ class Ours(Contender):
         expected = len(batches[0][1]) * self.size
 
         def steps(save: int) -> float:
+            """Return how long the steps take, in seconds; if ``save`` is not 0, first start checkpoint ``save``."""
             self.wait_for_gpu()  # kernels of other steps must not count as the checkpoint's time
             began = time.perf_counter()
             if save:

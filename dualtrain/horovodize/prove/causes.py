@@ -48,8 +48,8 @@ def sources_of(program: Sequence[str]) -> dict[Path, Source]:
         program: the script and its arguments, with ``-m`` before a module. Modules that the script imports from its own
             folder, directly or through other modules, are read too. With ``-m``, they are read from the current folder.
 
-    Left out are files that cannot be read as Python, files whose code is nested too deeply, and files beyond
-    ``MOST_FILES``: the comparison does not need their lines.
+    Leave out files that cannot be read as Python, files whose code is nested too deeply, and files beyond ``MOST_FILES``:
+    the comparison does not need their lines.
     """
     first = Path(*program[1].split(".")) if program[0] == "-m" else Path(program[0])
     start = [first.with_name(first.name + ".py"), first / "__main__.py"] if program[0] == "-m" else [first]

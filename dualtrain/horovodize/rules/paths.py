@@ -56,7 +56,8 @@ def _is_unknown(source: Source, node: ast.AST) -> bool:
     outer: ast.AST = node
     if isinstance(source.parents[node], ast.Attribute):
         outer = source.parents[node]  # ``self.path`` in ``self.path.format(epoch)``
-    # Only ``self.path`` and ``self.path.format(epoch)`` count, but not ``self.path(epoch)`` and ``self.path.stem``.
+    # Examine one node of each expression: ``self.path`` in ``self.path`` and in ``self.path.format(epoch)``, ``self`` in
+    # ``self.path(epoch)``, and all of ``self.path.stem``.
     if (outer is not node) is not _is_called(source, outer):
         return False
     if source.name(node) or is_option(source, node) or any(True for _ in origins(source, node)):
@@ -64,7 +65,7 @@ def _is_unknown(source: Source, node: ast.AST) -> bool:
     if not isinstance(node, ast.Name) or node.id in source.parameters(node):
         return True
     named = (one for one in source.mentions[node.id] if isinstance(one, ast.Name))
-    return not any(map(is_stored, named))  # a variable of a loop is known
+    return not any(map(is_stored, named))  # the script assigns it, for example as the variable of a loop
 
 
 def _is_called(source: Source, node: ast.AST) -> bool:
@@ -96,7 +97,7 @@ def origins(source: Source, node: ast.AST) -> Iterator[ast.expr]:
 def _deciding(source: Source, values: ast.expr) -> Iterator[ast.expr]:
     """Yield the parts of ``values``, the sequence of a loop, that may decide which values a rank's loop has.
 
-    Leave out the end and the step of a ``range``, because ranges with the same start have common values. Also leave out
+    Leave out the end and the step of a ``range``, because ranges with the same start have values in common. Also leave out
     keyword arguments, such as ``disable`` of ``tqdm(range(9), disable=hvd.rank() > 0)``.
     """
     if not isinstance(values, ast.Call) or last_name(values.func) in source.functions:
