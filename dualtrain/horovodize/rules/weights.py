@@ -132,8 +132,11 @@ def _loaded(source: Source, guards: Guards, load: ast.Call) -> tuple[ast.expr, a
 _SUMS = ("allreduce_", "allreduce_async_", "grouped_allreduce_", "grouped_allreduce_async_")
 
 
-def _may_get_parts(source: Source, call: ast.Call, model: str) -> bool:
-    """Return whether ``call`` may get parts of ``model``: in arguments, or in a loop over them. Gradients do not count."""
+def _may_sum_parts(source: Source, call: ast.Call, model: str) -> bool:
+    """Return whether ``call`` may sum parts of ``model``: its arguments, or what loops around it go over, name ``model``.
+
+    A call with a gradient in its arguments does not count.
+    """
     given = given_values(call)
     if any(last_name(part) == "grad" for value in given for part in ast.walk(value)):
         return False
@@ -146,7 +149,7 @@ def _is_sent_later(source: Source, load: ast.Call, text: str, sender: str) -> bo
     Also True if no training follows ``load``, as after the last epoch: the state need not be sent then.
     """
     sends = [(file, call) for file in source.files for call in file.calls if file.called(call) == sender]
-    sends += [(source, call) for call in source.hvd_calls(*_SUMS) if _may_get_parts(source, call, text)]
+    sends += [(source, call) for call in source.hvd_calls(*_SUMS) if _may_sum_parts(source, call, text)]
     if any(file is not source or source.scope(call) is not source.scope(load) for file, call in sends):
         return True
     trains = any(isinstance(node, ast.Call) and last_name(node.func) == "backward" for node in nodes_after(source, load))
