@@ -55,7 +55,7 @@ from dualtrain.errors import UserError
 from dualtrain.launchers import refuse_launcher
 
 _WITHOUT_SCALE = ("quick", "nproc", "launch", "contenders", "jobs", "targets")  # options that --scale does not use
-LIMIT_SECONDS, QUICK_SECONDS = 19.75 * 60.0, 172.0
+LIMIT_SECONDS, QUICK_SECONDS = 19.75 * 60.0, 172.0  # time limits for all rounds, without and with --quick
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -100,7 +100,7 @@ def transforms_of(
 
     Raises:
         UserError: ``options`` do not fit images of ``channels`` channels and ``side`` × ``side`` pixels, or torchvision has
-            no weights of ``options.model``, whose transforms they request.
+            no weights of ``options.model``, whose transforms the options request.
     """
     if options.augment == "imagenet":
         raise UserError(f"--augment imagenet is for image files, and {name} is held in memory: use crop-flip")

@@ -45,7 +45,7 @@ def _parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, list[st
     The job's flags get --seed and, unless they are given, --log-every and --timeout.
 
     Raises:
-        UserError: a flag is wrong, or one that the drill sets itself.
+        UserError: a flag is wrong, or is one that the drill sets itself.
     """
     parser = parser_of("dualtrain.drill", str(__doc__))
     parser.add_argument("--nproc", type=ranks_of_host, default=2, metavar="N", help="ranks on this host (default: 2)")

@@ -166,7 +166,8 @@ def invalid_communicator(backend):
     with library(backend) as hvd:
         everyone, one = Communicator(hvd), hvd.ProcessSet(Communicator(hvd))
         if hvd.rank() == 1:
-            one.mpi_comm.gather = lambda value: hvd.allgather_object((1, value))[len(value)]  # TypeError
+            # `len` of a number raises TypeError, after this rank has taken part in the allgather.
+            one.mpi_comm.gather = lambda value: hvd.allgather_object((1, value))[len(value)]
         with pytest.raises(ValueError, match="the communicator of a process set is not valid on rank 1"):
             hvd.init(comm=everyone, process_sets=[one])
         hvd.barrier()

@@ -302,7 +302,7 @@ KINDS = {
     "stored": lambda start: Task(source(start), source(0), (4,), 3),  # a training sample changes
     "validation": lambda start: Task(source(0), source(start), (4,), 3),  # a validation sample changes
     "size": lambda start: Task(source(0), source(0, 8 + start), (4,), 3),  # a validation sample is added
-    "computed": lambda start: (Pairs(lambda: float(start)), Pairs(lambda: 0.0)),  # the code of the dataset changes
+    "computed": lambda start: (Pairs(lambda: float(start)), Pairs(lambda: 0.0)),  # the dataset computes other samples
     # each read of a sample gives a different value
     "random": lambda start: (Pairs(random.SystemRandom().random), Pairs(random.SystemRandom().random)),
 }

@@ -250,7 +250,7 @@ def make(backend, arguments: dict[str, Any]) -> str:
 
 
 def make_equal(backend) -> list[str]:
-    """Make a trainer for each case that must be accepted; return the message of its error, or an empty text."""
+    """Make a trainer for each case that must be accepted; return the results of :func:`make`."""
     known = capturing(0.1, names={"one", "two", "three"}, other=dict.fromkeys({"four", "five", "six"}))
     cases = [case for case, part in CASES.values() if not part]
     cases += [
