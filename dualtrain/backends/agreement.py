@@ -98,8 +98,8 @@ class Call:
 def agree(backend: Primitives, call: Call, extent: int = 0, data: Short | None = None) -> list[int]:
     """Check that all ranks make the same ``call``, and gather their ``extent`` in rank order. Collective; blocks.
 
-    The backend may send short ``data`` together with the fingerprints. It then sets ``data.result``, either on every rank
-    or on no rank.
+    The backend may send short ``data`` together with the fingerprints, and then set ``data.result``: either on every rank,
+    or on none.
 
     This function also sends this rank's ``backend.flag``, and stores in ``backend.any_flag`` whether it is set on any rank.
 

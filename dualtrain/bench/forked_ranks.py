@@ -31,8 +31,8 @@ from dualtrain.bench.start_contender import (
 from dualtrain.bench.virtual_nodes import Node
 from dualtrain.rendezvous.hosts import variables
 
-#: Modules that all ranks need; multiprocessing ignores modules that are not installed. torch._dynamo (private in torch 2.5
-#: to 2.15) is one of them, because optimizers import it in their first step.
+#: Modules that all ranks need. Optimizers import torch._dynamo (private in torch 2.5 to 2.15) in their first step.
+#: multiprocessing ignores modules that are not installed.
 _IMPORTED = ("torch._dynamo", "dualtrain.bench.workloads", "dualtrain.state")
 _ENDING_SECONDS = 5.0
 

@@ -31,7 +31,7 @@ class Reader(Protocol):
         """Return the number of samples."""
 
     def __getitems__(self, wanted: Wanted) -> Tensors | UserError:
-        """Return inputs and targets of a batch, or the error.
+        """Return inputs and targets of a batch, or the error if a sample cannot be read.
 
         The error is returned and not raised, because DataLoader would add the worker's traceback to its message.
         """

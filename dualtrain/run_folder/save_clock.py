@@ -26,7 +26,7 @@ class SaveClock:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Record that a save begins; after the block, count it, if it has raised no exception."""
+        """Record that a save begins. If the block raises no exception, count the save and its seconds."""
         self._last = time.perf_counter()
         yield
         self._count, self._seconds = self._count + 1, self._seconds + time.perf_counter() - self._last

@@ -25,8 +25,8 @@ Measure = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, Sums]]
 def _checked_pair(batch: Any) -> Tensors:
     """Return ``batch`` as a tuple. Raises TypeError if it is not an iterable of two elements, (inputs, targets).
 
-    A tensor is refused even if it has two rows. The caller has probably passed one batch in place of a list of batches: in
-    ``step((inputs, targets, weights))``, each of the three tensors counts as a batch.
+    A tensor is refused even if it has two rows, because the caller has probably passed one batch in place of a list of
+    batches: in ``step((inputs, targets, weights))``, each of the three tensors counts as a batch.
     """
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]

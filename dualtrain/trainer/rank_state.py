@@ -104,7 +104,7 @@ def restore_buffers(
     if not same and any(trained):
         ranks = [rank for rank, counts in zip(ranks, trained, strict=True) if counts]
     modules = dict(module.named_modules())  # TorchScript modules do not support get_submodule()
-    # Not all buffers of ``module``: states of versions before 0.3.0 have floating-point buffers only.
+    # Loop over the state's buffers, not the module's: states of versions before 0.3.0 have only floating-point buffers.
     for name, value in ranks[backend.rank if same else 0].items():
         path, _, key = name.rpartition(".")
         owner = modules[path]

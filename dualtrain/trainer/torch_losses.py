@@ -19,7 +19,7 @@ from dualtrain.trainer.objective import NAMES, NOT_COUNTED, Adapted, Count, Cros
 class TorchCrossEntropy:
     """``nn.CrossEntropyLoss`` or ``nn.NLLLoss``, as torch defines it.
 
-    Counts correct predictions if the targets are class indices.
+    Counts correct predictions, except in the cases that :meth:`__call__` lists.
 
     ``compiled``, if given, is what ``torch.compile`` has made of the loss, and is called in its place.
     """

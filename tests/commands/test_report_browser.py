@@ -87,13 +87,14 @@ def test_the_charts_respond_to_the_pointer_the_arrow_keys_and_the_legend(tmp_pat
     assert console == ""
     assert {"0", "20", "40", "60", "100", "400", "optimizer step"} <= set(seen["ticks"])
     assert seen["width"][0] <= seen["width"][1]
-    assert min(seen["heights"]) > 100  # Chromium draws nothing in a viewBox whose height is less than about one unit
+    assert min(seen["heights"]) > 100  # enlarged, because Chromium draws nothing in a viewBox lower than about one unit
     everything = [f"{run}{kind}" for run in "01" for kind in ("step", "train", "val")]
     assert seen["all"] == everything
     assert (seen["hidden"], seen["hiddenAgain"], seen["fits"]) == (True, True, True)
     assert seen["tip"] == [["step 400", ""], ["a-run-of-a-very-long-name-" * 4, "70"]]
     shown, pressed, ticks, tip = seen["one"]
     assert (shown, pressed) == (["0step", "0train", "0val"], "false")
+    # "0.20" is labelled "0.2" if the ticks are so far apart that one decimal suffices.
     assert {"0.20", "0.40", "10", "40"} <= {*ticks, *(f"{tick}0" for tick in ticks)}
     assert "60" not in ticks
     assert tip == [["step 40", "logged steps", "training, epochs", "validation"], ["run-a", "0.025", "0.5", "0.4"]]

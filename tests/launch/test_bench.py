@@ -23,7 +23,7 @@ def test_a_small_run_writes_its_files_and_all_contenders_end_with_the_same_weigh
     assert end.returncode == 0, end.stderr
     report = json.loads((tmp_path / "out" / "bench.json").read_text())
     measured = {name for name, column in report["samples"].items() if column[0] is not None}
-    assert measured | {"fabric"} == set(contenders.split(",")), end.stderr
+    assert measured | {"fabric"} == set(contenders.split(",")), end.stderr  # Lightning Fabric may not be installed
     compared = [r for r in report["rows"] if r["job"] in ("tiny", "small")]
     assert len(compared) >= 2 * 3
     separate = [r for r in compared if not r["group"].endswith("in the same processes")]

@@ -78,7 +78,8 @@ def _every_nth(source: Source, events: list[Event], step: Event) -> tuple[ast.ex
         around = [event for event in around if not _depends_on(source, event, period, branch.test, loop)]
         kinds = {event.kind for event in around if event.optimizer in ("", step.optimizer)}
         others = [event for event in in_loop if event.kind in STEP_KINDS and event.optimizer != step.optimizer]
-        # Optimizers that take turns have a backward pass each, perhaps in one line: `model = one if i % 2 else two`.
+        # Optimizers that take turns do not accumulate: each iteration's backward pass is for one of them. All may share one
+        # call of backward(), after `model = one if i % 2 else two`.
         alternate = any(source.exclusive(one.node, step.node) or _is_left_out(branch, lines, one) for one in others)
         reversed_ = _holds_once(source, branch.test, period.node) is (not truth) and (passes is None or passes.value != 2)
         length = None if reversed_ else period.length
@@ -110,7 +111,7 @@ def _branches(source: Source, node: ast.AST, loop: ast.For | ast.While) -> Itera
 
 
 def _is_left_out(branch: ast.If, lines: range, event: Event) -> bool:
-    """Return whether ``event`` is in or after ``branch``, which ends with ``continue``, but not in ``lines``."""
+    """Return whether ``branch`` ends with ``continue``, and ``event`` is in or after it, but not in ``lines``."""
     line = event.node.lineno
     return isinstance(branch.body[-1], ast.Continue) and line >= branch.lineno and line not in lines
 
@@ -126,8 +127,8 @@ def _calls(source: Source, loop: ast.For | ast.While, lines: range, methods: set
 def _depends_on(source: Source, event: Event, period: _Period, condition: ast.expr, loop: ast.AST) -> bool:
     """Return whether, in ``loop``, the backward pass ``event`` is in an ``if`` that also decides on steps.
 
-    Its test contains the node of ``period``, which is ``i % N``; or ``N``, unless it is a constant, which may be the same
-    by chance; or ``condition``, the test before the step, without ``not``.
+    The test of such an ``if`` contains the node of ``period``, or its ``N``, or ``condition`` (the test before the step)
+    without ``not``. A constant ``N`` does not count, because equal constants may be a coincidence.
     """
     if event.kind != "backward":
         return False
@@ -145,12 +146,13 @@ def _changes_in(loop: ast.For | ast.While, value: ast.expr) -> bool:
 
 
 def _modulo(source: Source, test: ast.expr) -> _Period | None:
-    """Return ``i % N`` in ``test``, in the value of ``test``, or in a condition whose variables decide on ``test``.
+    """Return ``i % N`` in ``test``, in its value if it is a variable, or among its operands (see :func:`_operands`).
 
     A call such as ``divmod(i, N)`` counts too.
 
-    An index does not count, nor does a call (other than ``bool()`` and ``int()``) in the value of an operand: the loss in
-    ``if isfinite(loss)`` may be computed from ``data[i % N]``.
+    Indices are not searched. The arguments of a call other than ``bool()`` and ``int()`` are searched only if the call is
+    in ``test`` or its value, and variables in them are not replaced by their values: the loss in ``if isfinite(loss)`` may
+    be computed from ``data[i % N]``.
     """
     whole = (node for value in (test, *source.local_values(test)) for node in _walk(value))
     for node in (*whole, *_operands(source, test, set())):
@@ -183,9 +185,9 @@ def _reset_counter(loop: ast.For | ast.While, branch: ast.If, lines: range, trut
 
 
 def _holds_once(source: Source, test: ast.expr, node: ast.expr, depth: int = 0) -> bool | None:
-    """Return the value of ``test`` in the iterations that the :class:`_Period` of ``node`` counts; None if unknown.
+    """Return the value of ``test`` in the one of N iterations in which the condition is true; None if unknown.
 
-    That is True for ``i % N == 0``, and False for ``i % N``.
+    ``node`` and the condition are those of a :class:`_Period`. The value is True for ``i % N == 0``, False for ``i % N``.
     """
     if test is node:
         return isinstance(test, ast.Compare) and isinstance(test.ops[0], ast.Eq | ast.GtE)
@@ -216,7 +218,7 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _parts(node: ast.AST) -> list[ast.AST]:
-    """Return the children of ``node``, without indices (``data[i]``) and calls in the arguments of a call.
+    """Return the children of ``node``, except indices (``data[i]``), and calls that are arguments of another call.
 
     Leave out the test in ``a if test else b``, unless ``a`` or ``b`` is True or False.
     """

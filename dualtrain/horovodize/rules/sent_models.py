@@ -28,8 +28,8 @@ def sent_models(source: Source, user: ast.AST, model: ast.expr) -> Iterator[ast.
 
     The caller compares the names of these models with the name of ``model``, which the node ``user`` uses. So the model of
     a call is known only if its name means the same variable in the call and in the node ``user``: the call is in the same
-    function or at module level, or both models are attributes of ``self`` in one class. It is also unknown if it is not
-    certainly a new model (:func:`is_new_model`).
+    function or at module level of ``source``, or both models are attributes of ``self`` in one class. It is also unknown if
+    it is not certainly a new model (:func:`is_new_model`).
     """
     for file in source.files:
         for node in file.mentions.get("broadcast_parameters", ()):
