@@ -142,10 +142,10 @@ def _reader(config: dict[str, Any]) -> Callable[[str], torch.Tensor]:
         _, geometry, normalized = geometries(options)
 
         def read_file(file: str) -> torch.Tensor:
-            image = ImageFiles([(file, 0)], geometry).__getitems__(([0], 0))
-            if isinstance(image, UserError):
-                raise image
-            return normalized(image[0], sample_indices, 0)
+            batch = ImageFiles([(file, 0)], geometry).__getitems__(([0], 0))
+            if isinstance(batch, UserError):
+                raise batch
+            return normalized(batch[0], sample_indices, 0)
 
         return read_file
     if dataset not in IMAGES:

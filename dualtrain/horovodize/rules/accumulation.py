@@ -353,9 +353,9 @@ def _is_known_at(source: Source, value: ast.expr, wrap: ast.Call, step: ast.Call
         root = root.value
     if not isinstance(root, ast.Name) or root.id == "self":
         return False
-    here, there = source.scope(step), source.scope(wrap)
-    is_parameter = _has_parameter(here, root.id) and _has_parameter(there, root.id)
-    scopes = {here, there} if is_parameter else {here, there, source.tree}
+    step_scope, wrap_scope = source.scope(step), source.scope(wrap)
+    is_parameter = _has_parameter(step_scope, root.id) and _has_parameter(wrap_scope, root.id)
+    scopes = {step_scope, wrap_scope} if is_parameter else {step_scope, wrap_scope, source.tree}
     assigned = [
         statement
         for target, _, statement in source.assignments
@@ -364,14 +364,14 @@ def _is_known_at(source: Source, value: ast.expr, wrap: ast.Call, step: ast.Call
     early = [one for one in assigned if one.lineno < wrap.lineno]
     if len(assigned) != len(early):
         return False  # the name is assigned again later
-    if here is there:
+    if step_scope is wrap_scope:
         assigned_in = {source.scope(one) for one in assigned}
-        return _has_parameter(there, root.id) or bool(assigned_in & {there, source.tree})
+        return _has_parameter(wrap_scope, root.id) or bool(assigned_in & {wrap_scope, source.tree})
     local = [one for one in assigned if source.scope(one) is not source.tree]
     if is_parameter:
         return True
     at_top = [one for one in early if source.parents[one] is source.tree]
-    return bool(at_top) and not local and not (_has_parameter(here, root.id) or _has_parameter(there, root.id))
+    return bool(at_top) and not local and not (_has_parameter(step_scope, root.id) or _has_parameter(wrap_scope, root.id))
 
 
 def _has_parameter(scope: ast.AST, name: str) -> bool:
