@@ -57,7 +57,7 @@ def cores_together(affinities: Sequence[Collection[int]], quotas: Sequence[float
 
 
 def threads_per_rank(ranks: Sequence[tuple[Hashable, Collection[int], float | None]]) -> int:
-    """Return the smallest share of its host's cores that any of ``ranks`` has, at least 1.
+    """Return how many threads each of ``ranks`` may have: their smallest share of a host's cores, at least 1.
 
     A rank's share is at most the number of cores that it may use alone, since a launcher may bind it to a few cores.
 

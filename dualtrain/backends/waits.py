@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 _ONE_THREAD = "their calls have no common order on all ranks, so make a channel() for the second thread"
 _POLL_SECONDS = 0.25  # how often a wait checks for failed ranks
-#: Longest part of a wait that blocks, while other operations are unfinished.
+#: How long a wait blocks at a time while other operations are unfinished.
 SLICE_SECONDS = 5e-4
 _REPORT_SECONDS = 1.0  # a wait that lasts longer, or over a third of the timeout, is reported to the other ranks
 _LEFT_SECONDS = 1.0  # how long a wait goes on after a rank has left: data that the rank sent before may still arrive

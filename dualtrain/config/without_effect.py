@@ -96,7 +96,7 @@ class RunFacts:
 def without_effect(settings: Settings, facts: RunFacts) -> list[str]:
     """Return one line for each setting that differs from its default and has no effect, or only a part of its effect.
 
-    A line also says if there are more ``--workers`` than cores.
+    Also return a line if there are more ``--workers`` than cores.
     """
     given = {name for name, one in SETTINGS.items() if settings[name] not in (one.default, None)}
     lines: dict[str, str] = {}

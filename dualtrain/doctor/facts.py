@@ -89,7 +89,7 @@ def _versions() -> dict[str, str | None]:
 
 
 def _mpi() -> str:
-    """Return the version of the MPI library, or that mpi4py cannot load it. A child process loads it, for 20 s at most."""
+    """Return the version of the MPI library, or a text if mpi4py cannot load it within 20 s. A child process loads it."""
     try:
         command = [sys.executable, "-c", _MPI_VERSION]
         output = subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()

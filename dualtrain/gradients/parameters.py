@@ -53,13 +53,13 @@ def check_supported(name: str, p: torch.Tensor) -> None:
 
 
 def check_optimizer(optimizer: object) -> None:
-    """Raise TypeError if ``optimizer`` is not an optimizer, but a list of parameters, for example."""
+    """Raise TypeError if ``optimizer`` is not an optimizer: for example, a list of parameters."""
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(f"optimizer is a {type(optimizer).__name__}: give an optimizer, such as torch.optim.SGD")
 
 
 def check_module(model: object) -> None:
-    """Raise TypeError if ``model`` is not a module, but its ``state_dict()``, for example."""
+    """Raise TypeError if ``model`` is not a module: for example, its ``state_dict()``."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}: give a module")
 
@@ -69,10 +69,10 @@ def name_parameters(
 ) -> list[tuple[str, nn.Parameter]]:
     """Return (name, parameter) for every parameter of the optimizer, in the order of ``named``.
 
-    Without ``named``, names are numbers (see :func:`number_parameters`), in the order of the groups.
+    Without ``named``, the names are those of :func:`number_parameters`, in the order of the groups.
 
     Raises:
-        TypeError: ``optimizer`` is not an optimizer, or ``named`` does not consist of pairs, but is a module, for example.
+        TypeError: ``optimizer`` is not an optimizer, or ``named`` does not consist of pairs: for example, a module.
         ValueError: ``named`` has a name twice, or lacks a parameter of the optimizer.
     """
     check_optimizer(optimizer)

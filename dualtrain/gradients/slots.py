@@ -72,7 +72,8 @@ class Slot:
     ready_version: int = 0
     #: Backward passes that have reached the parameter since the last exchange; counted by the reducers of ``hvd`` only.
     passes: int = 0
-    #: The number of the reducer's steps before the hooks that the program registered earlier; ``None`` if it had none.
+    #: The reducer's ``steps`` when autograd had accumulated the gradient. Set only if hooks of the program run before the
+    #: reducer's own hook, since they may step; never set by the reducers of ``hvd``.
     steps: int | None = None
     #: Whether the gradient may be copied to the bucket as soon as it is ready, before the bucket is complete.
     copies_early: bool = False
@@ -162,7 +163,7 @@ def _count_references(grads: list[torch.Tensor]) -> list[int]:
 
 
 def count_references_from_c(tensors: list[torch.Tensor]) -> list[int]:
-    """Return how many references from C++ each tensor has, such as ``param.grad``."""
+    """Return how many references each tensor has from C++. ``param.grad`` is such a reference."""
     # Private in torch 2.5 to 2.15: there is no public count of references from C++.
     return list(map(torch.Tensor._use_count, tensors))
 

@@ -94,7 +94,10 @@ class Guards:
         return guards.signature(returned, depth + 1) if returned is not None else None
 
     def _signature_of_none(self, test: ast.Compare, depth: int) -> tuple[bool, str] | None:
-        """Return the :meth:`signature` of ``x is not None`` if ``x`` is only assigned ``open() if rank == 0 else None``."""
+        """Return the :meth:`signature` of ``x is None`` or ``x is not None``.
+
+        Return None unless ``x`` has a single assignment, and this is like ``x = open() if rank == 0 else None``.
+        """
         values = self.source.values.get(ast.unparse(test.left), [])
         is_none = isinstance(test.ops[0], ast.Is)
         if not (is_none or isinstance(test.ops[0], ast.IsNot)) or ast.unparse(test.comparators[0]) != "None":
@@ -171,10 +174,10 @@ class Guards:
         return only and self._gets_object(attribute.value, cls)
 
     def _gets_object(self, parameter: ast.expr, cls: ast.AST) -> bool:
-        """Return whether ``parameter`` belongs to a function that gets objects of the script's class ``cls`` for it.
+        """Return whether ``parameter`` is a parameter of a function, and gets objects of the script's class ``cls``.
 
-        That is so if its annotation says so, or if all calls of functions of this name pass such an object, or ``self``
-        from a method of ``cls``.
+        That is so if the parameter's annotation says so, or if all calls of functions with the function's name pass such an
+        object, or ``self`` from a method of ``cls``.
         """
         function, name = self.source.scope(parameter), last_name(parameter)
         if not isinstance(function, Function) or name not in self.source.parameters(parameter):

@@ -132,7 +132,7 @@ def shutdown() -> None:
 
     Blocks until this rank has finished the matched calls, for about 15 s at most. A second call does nothing.
 
-    A process that was forked from a rank only forgets the world: the rank stays in it.
+    In a process that was forked from a rank, discard only this process's state: the rank stays in the world.
     """
     global _current
     if _current is None:

@@ -1,4 +1,7 @@
-"""The part of ``RayExecutor`` that uses Ray: a placement group, and an actor for each rank. No other file imports ray."""
+"""The part of ``RayExecutor`` that uses Ray: a placement group, and an actor for each rank.
+
+No other file of dualtrain imports ray.
+"""
 
 from __future__ import annotations
 

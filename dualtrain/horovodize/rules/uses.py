@@ -42,7 +42,7 @@ def is_read(source: Source, call: ast.Call, depth: int = 0) -> bool:
         outer = source.parents[outer] if isinstance(outer, ast.keyword) else outer
         return not isinstance(outer, ast.Call) or is_read(source, outer, depth + 1)
     found = list(_loads(source, name))
-    if not found:  # a program that does not train may be a module that another file imports
+    if not found:  # if the program does not train, another file may import it, and read the samples
         return not any(last_name(other.func) == "backward" for file in source.files for other in file.calls)
     return any(_reads(file, node, depth) for file, node in found)
 
@@ -173,7 +173,7 @@ def _reads_entry(source: Source, key: str) -> bool:
 def _has_computed_index(source: Source) -> bool:
     """Return whether the script reads ``x[index]`` and ``index`` may be a variable key.
 
-    Constants, slices, tuples, and values with a unary operator, such as ``-1``, are none.
+    An index that is a constant, a slice, a tuple, or a value with a unary operator, such as ``-1``, does not count.
     """
     reads = (node for node in source.nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load))
     return any(not isinstance(node.slice, ast.Constant | ast.Slice | ast.Tuple | ast.UnaryOp) for node in reads)
@@ -182,7 +182,8 @@ def _has_computed_index(source: Source) -> bool:
 def _is_harmless_key(source: Source, key: ast.AST) -> bool:
     """Return whether ``key``, a node that mentions a key, does not read the entry.
 
-    That is so if it writes the entry, as in ``{"key": …}`` and ``d["key"] = …``, or is a name in place of a string.
+    That is so if it writes the entry, as in ``{"key": …}`` and ``d["key"] = …``, or if it is not a string, but a variable
+    or an attribute with the same name, for example.
     """
     parent = source.parents[key]
     stored = isinstance(parent, ast.Subscript) and is_stored(parent)
@@ -278,7 +279,8 @@ def _is_known(source: Source, call: ast.Call) -> bool:
 def _leaves_method(source: Source, call: ast.Call, node: ast.AST, depth: int) -> bool:
     """Return whether code outside the program may get the argument ``node`` of ``call``, perhaps through a method.
 
-    Return False only if ``call`` calls a method of an object of the script's classes that keeps ``node`` in the program.
+    Return False only if ``call`` calls a method of one of the script's classes, and this method keeps ``node`` in the
+    program.
     """
     owner, name = getattr(call.func, "value", call.func), last_name(call.func)
     methods = [
