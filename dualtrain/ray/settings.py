@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import inf
 from numbers import Real
+from typing import Any
 
 from dualtrain.errors import UserError
 
@@ -71,23 +72,27 @@ def placement(
     """Return the placement that the arguments of ``RayExecutor`` describe.
 
     Raises:
-        UserError: both or neither of ``num_workers`` and ``num_hosts`` are given, the number of ranks is not a whole
-            number above 0, ``gpus_per_worker`` is given (and not 0) without ``use_gpu``, or a rank's number of CPUs or GPUs
-            is negative or not finite, or both numbers are 0.
+        UserError: both or neither of ``num_workers`` and ``num_hosts`` are given; the number of ranks, hosts or ranks per
+            host is not a whole number above 0; ``gpus_per_worker`` is given (and not 0) without ``use_gpu``; or a rank's
+            number of CPUs or GPUs is negative or not finite, or both numbers are 0.
     """
     if (num_workers is None) == (num_hosts is None):
         raise UserError(
             f"RayExecutor got num_workers={num_workers} and num_hosts={num_hosts}: give one of them, and with num_hosts "
             "also num_workers_per_host"
         )
-    size = num_workers if num_hosts is None else num_hosts * num_workers_per_host
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise UserError(f"RayExecutor cannot have {size!r} ranks: give a whole number from 1")
+    counts: dict[str, Any] = (
+        {"ranks": num_workers} if num_hosts is None else {"hosts": num_hosts, "ranks per host": num_workers_per_host}
+    )
+    for what, count in counts.items():
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise UserError(f"RayExecutor cannot have {count!r} {what}: give a whole number from 1")
+    size = math.prod(counts.values())
     if gpus_per_worker and not use_gpu:
         raise UserError("gpus_per_worker is given without use_gpu=True: add use_gpu=True, or leave gpus_per_worker out")
     gpus = (gpus_per_worker or 1) if use_gpu else 0
     for name, value in (("cpus_per_worker", cpus_per_worker), ("gpus_per_worker", gpus)):
-        if not isinstance(value, Real) or not 0 <= value < inf:
+        if not isinstance(value, Real) or not 0 <= value < math.inf:
             raise UserError(f"RayExecutor({name}={value!r}) is not a finite number from 0: correct it, or leave it out")
     if not cpus_per_worker and not gpus:
         raise UserError("RayExecutor(cpus_per_worker=0) reserves nothing for a rank: give a number above 0, such as 0.5")

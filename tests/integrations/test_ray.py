@@ -153,6 +153,8 @@ def test_horovods_ray_modules_provide_dualtrains_rayexecutor():
         ({}, "num_workers=None and num_hosts=None: give one"),
         ({"num_workers": 2, "num_hosts": 1}, "give one of them"),
         ({"num_workers": 0}, "cannot have 0 ranks"),
+        ({"num_hosts": -2, "num_workers_per_host": -2}, "cannot have -2 hosts"),
+        ({"num_hosts": 1, "num_workers_per_host": 0.5}, "cannot have 0.5 ranks per host"),
         ({"num_workers": 2, "min_workers": 1}, r"RayExecutor\(min_workers=1\) is elastic"),
         ({"num_workers": 2, "gpus_per_worker": 2}, "without use_gpu=True"),
         ({"num_workers": 2, "cpus_per_worker": -1}, r"cpus_per_worker=-1\) is not a finite number from 0"),
