@@ -251,12 +251,7 @@ def make(backend, arguments: dict[str, Any]) -> str:
 
 def make_equal(backend) -> list[str]:
     """Make a trainer for each case that must be accepted; return the results of :func:`make`."""
-    known = capturing(0.1, names={"one", "two", "three"}, other=dict.fromkeys({"four", "five", "six"}))
     cases = [case for case, part in CASES.values() if not part]
-    cases += [
-        lambda r: given(loss=known),
-        lambda r: given(loss=lambda y, t: y.sum() if "a" in {"b", "c", "d"} else y.mean()),
-    ]
     return [make(backend, case(backend.rank % 2)) for case in cases]
 
 
@@ -278,6 +273,15 @@ def test_the_arguments_of_a_trainer_are_compared_between_ranks():
             assert len(text) < 700, name
         else:
             assert text == "", f"{name}: {text}"
+
+
+def test_the_order_of_a_set_is_not_compared():
+    orders = [{0, 8}, {8, 0}]
+    assert list(orders[0]) != list(orders[1])  # as with texts in processes that hash them with different seeds
+    captured = [capturing(0.1, names=order, other=dict.fromkeys(order)) for order in orders]
+    constants = [eval(f"lambda y, t: y.sum() if 1 in {{{order}}} else y.mean()") for order in ("0, 8", "8, 0")]
+    for one, other in (captured, constants):
+        assert describe(one) == describe(other)
 
 
 def test_optimizer_states_of_parameters_outside_of_the_model_are_compared():
