@@ -7,8 +7,9 @@ Every shard of a step begins with the same values. What happens at the end of th
 - A floating-point buffer (running statistics) gets the mean of the shards' values. Running statistics are updated linearly,
   so the result is the same as if each shard kept separate statistics over all steps, and these were averaged at the end.
   Shards without samples do not count: they would make the change too small.
-- An integer or bool buffer of one element (a counter, for example of batches) must change by the same amount in every
-  forward pass of every shard. It gets the value of shard 0 or, if shard 0 has no samples, the value after one forward pass.
+- An integer or bool buffer of one element (a counter, for example of batches) must change equally in all shards with
+  samples: an integer by the same average amount per forward pass, a bool by the same amount in the whole shard. It gets the
+  value of shard 0 or, if shard 0 has no samples, the initial value plus the average change in one forward pass, rounded.
 - All other buffers must not change. They include floating-point buffers whose dtype is wider than both float32 and the
   narrowest parameter.
 """
@@ -173,12 +174,12 @@ class CommonBuffers:
     def numbers(self, shard: int, passes: int, *, refused: bool = False) -> torch.Tensor:
         """Return the numbers that ``shard`` adds to the sum after its ``passes``: float64, (count,), on the CPU.
 
-        The last number is 1 if ``refused``, and 0 otherwise: if its sum is not 0, the caller raises an error on every rank.
-        The other numbers of a shard without passes are zeros.
+        The last number is 1 if this rank refuses the step (``refused``), and 0 otherwise: if its sum is not 0, the caller
+        raises an error on every rank. The other numbers of a shard without passes are zeros.
 
         Raises:
-            UserError: a buffer that must stay constant has changed, a buffer has another number of elements, a counter has
-                changed by more than is allowed, or a buffer has become ``None``.
+            UserError: a buffer that must stay constant has changed, a buffer's number of elements has changed, a counter
+                has changed by more than is allowed, or a buffer has become ``None``.
         """
         now = self._read()
         vector = self._flat(now)
@@ -247,7 +248,8 @@ class CommonBuffers:
             total: the sum of the results of :meth:`numbers` over all shards.
 
         Raises:
-            UserError: on every rank, if the shards' forward passes changed a counter by unequal amounts.
+            UserError: on every rank, if the average change of a counter per forward pass (for a bool, its whole change)
+                differs between shards.
         """
         sums_of_values, changed, counters = total.split(
             [sum(self._sizes), len(self._averaged), _PER_COUNTER * len(self._counters) + 2]
@@ -270,8 +272,8 @@ class CommonBuffers:
         weight = 1.0 / max(shards_with_passes, 1.0)
         means = sums_of_values.mul(weight).split(self._sizes)
         values = list(self._initial)
-        for number, (mean, some) in enumerate(zip(means, changed.tolist(), strict=True)):  # averaged buffers come first
-            if some:
+        for number, (mean, changing) in enumerate(zip(means, changed.tolist(), strict=True)):  # averaged buffers come first
+            if changing:  # the number of shards that changed this buffer
                 values[number] = mean if values[number].dim() == 1 else mean.view(values[number].shape)
         copy_all(now, values)
         counters_now = now[len(self._averaged) :]
@@ -282,7 +284,7 @@ class CommonBuffers:
 
 
 def _per_pass(change: int, passes: int) -> tuple[int, int]:
-    """Return the change in one of ``passes`` forward passes: numerator and denominator of a reduced fraction.
+    """Return the average change in one of ``passes`` forward passes: numerator and denominator of a reduced fraction.
 
     Both are 0 without passes.
     """
