@@ -16,7 +16,7 @@ from dualtrain.bench.plan import AGAIN, COMPARISONS, COSTS, ENTRIES, OURS, ROUND
 from dualtrain.bench.statistics import Estimate, estimate, rounds_of
 
 #: Raw scripts. If a row compares none of them, and its contenders ran in separate processes, ``_weights`` also compares the
-#: weights of the first raw script that ran.
+#: weights of one raw script: the first in this order that ran.
 RAW = (TUNED, "ddp", "hvd-gloo", "hvd-mpi")
 WITHOUT_REDUCTION = {"alone", "one-number"}  # contenders whose ranks end with different weights
 UNITS = {"ms": 1e3, "µs": 1e6}
