@@ -886,7 +886,7 @@ def test_an_inference_tensor_is_replaced_by_an_ordinary_view():
 
 
 def average_in_torchs_threads():
-    """Average subnormal numbers. ``torch.full`` starts worker threads, whose inherited flag makes such numbers zero."""
+    """Average subnormal numbers. ``torch.full`` starts worker threads, which would flush such numbers to zero."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     torch.set_flush_denormal(True)
@@ -897,7 +897,7 @@ def average_in_torchs_threads():
         torch.set_num_threads(before)  # otherwise Python threads that start later would inherit the number 2
 
 
-def test_an_average_keeps_subnormal_numbers_if_torchs_worker_threads_make_them_zero():
+def test_an_average_keeps_subnormal_numbers_that_torchs_worker_threads_would_flush_to_zero():
     # A new Python thread has no worker threads of torch yet, so the function starts them.
     thread, found = in_thread(average_in_torchs_threads)
     thread.join()
@@ -1271,7 +1271,7 @@ def test_the_torch_backend_counts_the_sums_in_its_nccl_group(pool):
 
 
 def without_a_native_store(backend):
-    """Fail to serve the store of NCCL's threads on rank 0. The backend stays usable."""
+    """Ask for the store of NCCL while rank 0 cannot listen; return the error. The backend stays usable."""
     listen = mock.patch("dualtrain.backends.torch.listen", side_effect=OSError(24, "Too many open files"))
     with listen, pytest.raises(BackendError) as caught:
         backend._native_store()

@@ -460,7 +460,10 @@ def test_connect_names_the_different_transports_of_the_ranks(pool):
 
 
 def longest_short_data(backend, port, cores):
-    """Return, for a new world on ``cores`` cores and for its group, the most bytes sent with a comparison of calls."""
+    """Open a world on ``cores`` cores, and a group in it.
+
+    For each of the two, return how many bytes of data at most are sent in the messages that compare calls.
+    """
     world = replace(backend.world, rendezvous=("127.0.0.1", port))
     with (
         mock.patch("os.sched_getaffinity", return_value=set(range(cores))),
@@ -548,7 +551,7 @@ def test_a_short_wait_for_gloo_returns_false_while_another_rank_is_late(pool):
     pool.run(waits_shortly)
 
 
-def test_short_waits_for_horovod_release_the_core_only_at_first():
+def test_short_waits_for_horovod_call_sched_yield_only_at_first():
     work = _HorovodWork(SimpleNamespace(library=SimpleNamespace(poll=lambda handle: False)), 0, "sum of 'x'", None, [])
     end = time.monotonic() + 0.02
     while time.monotonic() < end:
@@ -743,17 +746,17 @@ def free_of_the_default_group(backend, port):
     assert "GLOO_SOCKET_IFNAME" not in os.environ
 
 
+def test_a_program_may_make_its_default_process_group_before_or_after_connect(pool):
+    pool.connect("torch", 2)
+    pool.run(free_of_the_default_group, free_port())
+
+
 def test_an_interface_that_the_host_lacks_is_refused(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
     with pytest.raises(UserError, match=r"GLOO_SOCKET_IFNAME='nope0' is not an interface of .*: choose one of .*lo"):
         gloo_interface(World())
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert gloo_interface(World()) is None
-
-
-def test_a_program_may_make_its_default_process_group_before_or_after_connect(pool):
-    pool.connect("torch", 2)
-    pool.run(free_of_the_default_group, free_port())
 
 
 def closed_group_leaves_nothing(backend):

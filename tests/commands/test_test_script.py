@@ -91,7 +91,7 @@ def test_mypy_runs_during_the_tests_and_its_output_follows_their_output(argument
     assert first_words(lines) == ["python", "ruff", "ruff", *tests, "mypy", "mypy", *last]
 
 
-def test_the_default_command_runs_only_the_smoke_test_of_tests_launch(script):
+def test_the_default_command_runs_no_test_of_tests_launch_but_the_smoke_test(script):
     (script.folder / "tests" / "test_files.py").touch()
     (command,) = (line for line in script.run()[1] if line.startswith("pytest "))
     assert command.split()[-3:] == ["tests/gradients", "tests/test_files.py", "tests/launch/test_smoke.py"]

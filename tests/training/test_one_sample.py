@@ -87,7 +87,7 @@ def frozen() -> nn.Module:
         ((49, 8, 2), {"model": nn.Linear(3, 3)}),  # fails with two samples too, so the size of the pass is not the reason
     ],
 )
-def test_a_run_that_does_not_fail_because_of_a_pass_of_one_sample_is_not_refused(case, options):
+def test_a_run_is_accepted_unless_a_pass_of_one_sample_makes_it_fail(case, options):
     check(*case, **options)
 
 
