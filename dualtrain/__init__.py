@@ -5,8 +5,8 @@ averages gradients over the ranks, for a training loop of your own. ``Trainer`` 
 backward and the optimizer's step. ``run`` calls a function on several ranks of this host.
 
 These modules are public too; import them before you use them: ``dualtrain.hvd`` (Horovod's API), ``dualtrain.functional``
-(differentiable collectives), ``dualtrain.batchnorm`` (``synchronize_norms``), ``dualtrain.gradients``
-(``GradientReducer``), ``dualtrain.spark`` and ``dualtrain.ray``.
+(differentiable collectives), ``dualtrain.batchnorm`` (``synchronize_norms``), ``dualtrain.data`` (``Task``),
+``dualtrain.gradients`` (``GradientReducer``), ``dualtrain.spark`` and ``dualtrain.ray``.
 """
 
 from importlib import import_module

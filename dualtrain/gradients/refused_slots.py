@@ -17,7 +17,8 @@ class RefusedSlots:
         sparse: its gradient is sparse, although a fixed order of the sum needs dense ones. Found by ``Bucket.pack``.
         reshaped: its gradient or parameter has a new shape. Found by ``Bucket.pack``, which sends zeros for it.
         trained_elsewhere: it is frozen on this rank, and has a gradient on other ranks. Found by ``Bucket.unpack``. For
-            the last bucket, this may be a slot in no bucket, with a sparse gradient: found by ``SparseGradients.reduce``.
+            the last bucket, this may also be the slot of a sparse gradient, which is in no bucket: found by
+            ``SparseGradients.reduce``.
         stepped: its parameter was changed and its gradient dropped in backward. Found by
             ``Bucket.refuse_changed_parameters``.
         sharded: ``fully_shard`` has replaced its parameter. Found by ``Bucket.refuse_changed_parameters``.

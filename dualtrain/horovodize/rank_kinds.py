@@ -21,7 +21,8 @@ class RankKinds:
 
     def __init__(self, source: Source) -> None:
         self.source = source
-        #: The kind of each variable, by its text, and of each function's result or, if the result is a tuple, its elements.
+        #: Kinds of variables, by their text; of functions' results, by (function, None); and of elements of tuples that
+        #: functions return, by (function, position).
         self._kinds: dict[str | tuple[Function, int | None], str] = {}
 
     @classmethod

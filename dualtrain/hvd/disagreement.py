@@ -28,8 +28,8 @@ FREE_ROWS = {"allgather", "grouped_allgather", "alltoall", "objects"}
 def disagreement(key: Key, calls: dict[int, Message]) -> str | None:
     """Return why the ranks' ``calls`` cannot be executed together; ``None`` if they can.
 
-    If some ranks refuse the call, the reason is that of the lowest of them. Otherwise, it is the first difference that is
-    found between the first rank's call and another one.
+    If some ranks refuse the call, the reason is that of the first of them in ``calls``. Otherwise, it is the first
+    difference that is found between the first call in ``calls`` and another one.
     """
     for rank, call in calls.items():
         if call.get("refused") is not None:

@@ -28,8 +28,8 @@ OTHER_PLATFORM = 1e-3
 #: If two runs with the same library differ by more than this relative value, nothing is proven: such a large
 #: difference could hide an error of a library.
 LARGEST_SPREAD = 1e-2
-#: A second limit on the difference between two runs with the same library, and between the libraries on different
-#: platforms: this fraction of the change of the weights over all steps together.
+#: Second limit, beside LARGEST_SPREAD and OTHER_PLATFORM: the difference must also be at most this fraction of the change
+#: of the weights over all steps together.
 PART_OF_TRAINING = 0.1
 
 
@@ -115,7 +115,7 @@ def _verdict(evidence: Evidence, causes: Sequence[str], races: Sequence[str]) ->
 
 
 def _all_steps_note(run: RunRecord) -> str:
-    """Return a note for the number of steps, if the script ended before the requested number."""
+    """Return a note for the number of steps, if the script ended before the requested number; else an empty string."""
     return "" if all(rank.end and rank.end.reason == "steps" for rank in run.ranks) else ", all that the script takes"
 
 
@@ -240,7 +240,7 @@ def _compat_with_equal_options(evidence: Evidence) -> RunRecord | None:
 def _by_tolerance(
     evidence: Evidence, difference: Difference, compat: RunRecord | None, *, compat_required: bool
 ) -> Verdict:
-    """Compare Horovod's run with dualtrain's longest run without defects, or with ``compat``.
+    """Compare Horovod's run with dualtrain's longest run without Horovod's defects, or with ``compat``.
 
     ``compat`` is used if it is closer to Horovod's run, or if ``compat_required`` is set.
     """

@@ -105,8 +105,8 @@ class OptimizerStateHandler(StateDictHandler):
     def restore(self) -> None:
         """Load a copy of the saved state, and keep its dtypes.
 
-        Discard all gradients: a program that sets them to zero after the step would add the next ones to those of the step
-        that failed.
+        Discard all gradients: otherwise, a program that sets gradients to zero after each step would add the next step's
+        gradients to those of the step that failed.
         """
         load_optimizer_state(self.value, copy.deepcopy(self._saved))
         for p in (p for group in self.value.param_groups for p in group["params"]):
