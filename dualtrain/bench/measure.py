@@ -214,7 +214,7 @@ class _Rounds:
 def _sample(entry: Entry, jobs: Collection[str], spec: LaunchSpec, step_fraction: float) -> Sample:
     if entry.module == IMPORT:
         return Sample({"import": _import_seconds(spec.timeout)})
-    if not entry.steps and not spec.prefix:
+    if not entry.workloads and not spec.prefix:
         # The tutorial script is compared with dualtrain.main: give it as many threads per rank as dualtrain.main uses. With
         # --launch, this number is not known here.
         spec = replace(spec, threads=share_of(usable_cores(), spec.ranks))

@@ -43,8 +43,9 @@ LENGTHS = {
 LAYOUTS = ("resnet18-cl", "resnet18-bf16-cl")
 VIRTUAL = tuple(job for job in LENGTHS if job.startswith("virtual-"))  # cost of --virtual-ranks; not measured by default
 SHAPES = ("transformer", "vgg", "mlp33m", "layers250", "linear")  # other gradient sizes; not measured by default
-STEPS = tuple(job for job in LENGTHS if job not in LAYOUTS + VIRTUAL)
-MODELS = tuple(job for job in STEPS if job not in ("empty", "layers20", *SHAPES))
+#: Workloads of a contender, unless its entry has a different value of ``workloads``.
+WORKLOADS = tuple(job for job in LENGTHS if job not in LAYOUTS + VIRTUAL)
+MODELS = tuple(job for job in WORKLOADS if job not in ("empty", "layers20", *SHAPES))
 #: Bytes of the allreduces. "large" is measured only for the contenders that a target compares, and for raw Horovod over
 #: Gloo.
 SIZES = {"sweep": (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20), "large": (100_000_000, 256 << 20)}
@@ -94,12 +95,12 @@ class Entry:
         module: its module in ``contenders``, or ``MAIN`` or ``IMPORT``.
         option: argument of the module's ``start``; for ``MAIN``, more flags; for ``SIDE``, the names of the contenders that
             run side by side.
-        starter: "ranks" for ranks with torchrun's variables, or a Horovod command. ``start_contender.py`` either runs this
-            command, or starts the ranks itself with the variables that the command would set.
-        jobs: jobs that the contender measures after the workloads in ``steps``.
+        starter: "ranks" for ranks as torchrun starts them, or a Horovod command for ranks as this command starts them.
+            ``start_contender.py`` starts the ranks in a faster way if possible, or with the user's --launch.
+        jobs: jobs that the contender measures after the workloads in ``workloads``.
         needs: package that the contender imports; if it is missing, the contender is left out.
         quick: whether the contender runs with --quick.
-        steps: workloads whose steps the contender measures.
+        workloads: workloads whose steps the contender measures.
         ranks: the number of ranks on this host, if the contender does not use --nproc.
     """
 
@@ -110,7 +111,7 @@ class Entry:
     jobs: tuple[str, ...] = ()
     needs: str = ""
     quick: bool = True
-    steps: tuple[str, ...] = STEPS
+    workloads: tuple[str, ...] = WORKLOADS
     ranks: int | None = None
 
 
@@ -120,7 +121,7 @@ OURS = "ours"
 TRAINER = "trainers"
 SIDE = "side_by_side"
 BESIDE_DDP, BESIDE_ALONE, BESIDE_HVD = "beside-ddp", "beside-alone", "beside-hvd"
-TURNS = ("tiny", *SHAPES)  # workloads of contenders side by side
+SIDE_WORKLOADS = ("tiny", *SHAPES)  # workloads of contenders side by side
 #: Contenders side by side run this multiple of the usual number of steps, which takes less time than their start.
 SIDE_STEPS = 4
 MAIN, IMPORT = "the command line", "an import"  # values of Entry.module that are not modules in contenders/
@@ -129,7 +130,7 @@ MAIN, IMPORT = "the command line", "an import"  # values of Entry.module that ar
 ENTRIES = {
     "alone": Entry("no communication", "alone", quick=False),
     "one-number": Entry(
-        "no communication but a sum of one number per step", "one_number", "torch/shm", quick=False, steps=()
+        "no communication but a sum of one number per step", "one_number", "torch/shm", quick=False, workloads=()
     ),
     "shm": Entry(
         "dualtrain torch, shared memory",
@@ -141,40 +142,46 @@ ENTRIES = {
     "native": Entry("dualtrain torch, native", OURS, "torch/native", jobs=("sweep",), quick=False),
     AGAIN: Entry("raw DDP tuned, again", "ddp", "tuned"),
     "ddp": Entry("raw DDP", "ddp", "plain", jobs=("stall",), quick=False),
-    "hvd": Entry("a Horovod script on dualtrain.hvd", "dualtrain_hvd", quick=False, steps=()),
+    "hvd": Entry("a Horovod script on dualtrain.hvd", "dualtrain_hvd", quick=False, workloads=()),
     "hvd-gloo": Entry("raw Horovod Gloo", "raw_horovod", "", GLOO, ("sweep", "large"), "horovod"),
     "ours-gloo": Entry("dualtrain horovod Gloo", OURS, "horovod/native", GLOO, ("sweep",), "horovod", quick=False),
     "hvd-mpi": Entry("raw Horovod MPI", "raw_horovod", "", MPI, ("sweep",), "horovod", quick=False),
     "ours-mpi": Entry("dualtrain horovod MPI", OURS, "horovod/native", MPI, ("sweep",), "horovod", quick=False),
-    "accelerate": Entry("Accelerate", "with_accelerate", needs="accelerate", quick=False, steps=MODELS),
-    "fabric": Entry("Lightning Fabric", "with_fabric", needs="lightning_fabric", quick=False, steps=MODELS),
-    "ignite": Entry("ignite.distributed", "with_ignite", needs="ignite", quick=False, steps=MODELS),
-    "tutorial": Entry("tutorial script", "tutorial", jobs=("feed", "epoch"), quick=False, steps=()),
-    "main": Entry("dualtrain.main", MAIN, jobs=("epoch",), quick=False, steps=()),
+    "accelerate": Entry("Accelerate", "with_accelerate", needs="accelerate", quick=False, workloads=MODELS),
+    "fabric": Entry("Lightning Fabric", "with_fabric", needs="lightning_fabric", quick=False, workloads=MODELS),
+    "ignite": Entry("ignite.distributed", "with_ignite", needs="ignite", quick=False, workloads=MODELS),
+    "tutorial": Entry("tutorial script", "tutorial", jobs=("feed", "epoch"), quick=False, workloads=()),
+    "main": Entry("dualtrain.main", MAIN, jobs=("epoch",), quick=False, workloads=()),
     "main-bf16": Entry(
         "dualtrain.main, bf16 + channels_last",
         MAIN,
         "--amp bf16 --channels-last",
         jobs=("epoch",),
         quick=False,
-        steps=(),
+        workloads=(),
     ),
-    "import": Entry("import dualtrain", IMPORT, jobs=("import",), steps=()),
-    BESIDE_DDP: Entry("raw DDP tuned and dualtrain, side by side", SIDE, f"{TUNED},native", quick=False, steps=TURNS),
+    "import": Entry("import dualtrain", IMPORT, jobs=("import",), workloads=()),
+    BESIDE_DDP: Entry(
+        "raw DDP tuned and dualtrain, side by side", SIDE, f"{TUNED},native", quick=False, workloads=SIDE_WORKLOADS
+    ),
     BESIDE_ALONE: Entry(
-        "dualtrain and no communication, side by side", SIDE, "alone,one-number,shm", quick=False, steps=TURNS
+        "dualtrain and no communication, side by side", SIDE, "alone,one-number,shm", quick=False, workloads=SIDE_WORKLOADS
     ),
-    BESIDE_HVD: Entry("a Horovod script and dualtrain, side by side", SIDE, "hvd,shm", quick=False, steps=TURNS),
-    "plain": Entry("the trainer, shared memory", TRAINER, "torch/shm", steps=VIRTUAL),
-    "virtual": Entry("the trainer, shared memory, virtual ranks", TRAINER, "torch/shm/virtual", steps=VIRTUAL),
-    "accumulate": Entry("the trainer on 1 rank, accumulate 4", TRAINER, "local/native//4", steps=VIRTUAL, ranks=1),
-    "virtual-1": Entry("the trainer on 1 rank, 4 virtual ranks", TRAINER, "local/native/virtual/4", steps=VIRTUAL, ranks=1),
-    "plain-3": Entry("the trainer on 3 ranks, native", TRAINER, "torch/native", steps=VIRTUAL, ranks=3),
+    BESIDE_HVD: Entry(
+        "a Horovod script and dualtrain, side by side", SIDE, "hvd,shm", quick=False, workloads=SIDE_WORKLOADS
+    ),
+    "plain": Entry("the trainer, shared memory", TRAINER, "torch/shm", workloads=VIRTUAL),
+    "virtual": Entry("the trainer, shared memory, virtual ranks", TRAINER, "torch/shm/virtual", workloads=VIRTUAL),
+    "accumulate": Entry("the trainer on 1 rank, accumulate 4", TRAINER, "local/native//4", workloads=VIRTUAL, ranks=1),
+    "virtual-1": Entry(
+        "the trainer on 1 rank, 4 virtual ranks", TRAINER, "local/native/virtual/4", workloads=VIRTUAL, ranks=1
+    ),
+    "plain-3": Entry("the trainer on 3 ranks, native", TRAINER, "torch/native", workloads=VIRTUAL, ranks=3),
     "virtual-3": Entry(
-        "the trainer on 3 ranks, native, virtual ranks", TRAINER, "torch/native/virtual", steps=VIRTUAL, ranks=3
+        "the trainer on 3 ranks, native, virtual ranks", TRAINER, "torch/native/virtual", workloads=VIRTUAL, ranks=3
     ),
     "plain-3-gloo": Entry(
-        "the trainer on 3 ranks, Horovod Gloo", TRAINER, "horovod/native", GLOO, (), "horovod", steps=VIRTUAL, ranks=3
+        "the trainer on 3 ranks, Horovod Gloo", TRAINER, "horovod/native", GLOO, (), "horovod", workloads=VIRTUAL, ranks=3
     ),
     "virtual-3-gloo": Entry(
         "the trainer on 3 ranks, Horovod Gloo, virtual ranks",
@@ -183,7 +190,7 @@ ENTRIES = {
         GLOO,
         (),
         "horovod",
-        steps=VIRTUAL,
+        workloads=VIRTUAL,
         ranks=3,
     ),
 }
@@ -229,7 +236,7 @@ COMPARISONS = (
     Comparison(AGAIN, TUNED, {}),
     Comparison("shm", TUNED, {"resnet18": 1.30, "mlp": 1.15, "small": 1.40, "sweep/100000000": 5.0}),
     Comparison("shm", "alone", {"resnet18": 0.95, "mlp": 0.90, "convnet": 0.97}),
-    Comparison("native", TUNED, dict.fromkeys(set(STEPS) - set(SHAPES), 1.00), allow_noise=True),
+    Comparison("native", TUNED, dict.fromkeys(set(WORKLOADS) - set(SHAPES), 1.00), allow_noise=True),
     Comparison("native", TUNED, dict.fromkeys(SHAPES, 0.99), shared_entry=BESIDE_DDP),
     Comparison(
         "shm", "alone", {"transformer": 0.97, "vgg": 0.93, "mlp33m": 0.90, "layers250": 0.90}, shared_entry=BESIDE_ALONE
@@ -290,4 +297,4 @@ def jobs_of(entry: Entry, chosen: Collection[str]) -> tuple[str, ...]:
 
     The first of them, if it is a workload, also measures the time from launch to first step.
     """
-    return tuple(job for job in entry.steps + entry.jobs if job in chosen)
+    return tuple(job for job in entry.workloads + entry.jobs if job in chosen)

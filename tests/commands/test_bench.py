@@ -1078,7 +1078,7 @@ def test_the_cost_of_virtual_ranks_is_measured_only_on_request(tmp_path, monkeyp
     for flags in ([], ["--quick"], ["--jobs", "virtual"], ["--jobs", "virtual", "--launch", "env"]):
         assert main(["--out", str(tmp_path), *flags]) == 0
     ordinary, quick, virtual, launched = plans
-    virtual_only = {name for name, entry in ENTRIES.items() if entry.steps == VIRTUAL}
+    virtual_only = {name for name, entry in ENTRIES.items() if entry.workloads == VIRTUAL}
     assert not virtual_only & {*ordinary.entries, *quick.entries}
     here = {name for name in virtual_only if not ENTRIES[name].needs or find_spec(ENTRIES[name].needs)}
     assert (set(virtual.entries), virtual.jobs) == (here, VIRTUAL)
