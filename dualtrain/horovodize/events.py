@@ -33,9 +33,9 @@ def events_by_scope(source: Source) -> Iterator[list[Event]]:
 
     Leave out events that run only without Horovod or with one rank.
     """
-    guards, passes, changes = Guards.of(source), _backward_functions(source), changing_functions(source)
+    guards, backwards, changes = Guards.of(source), _backward_functions(source), changing_functions(source)
     for nodes in source.scopes.values():
-        found = [event for node in nodes if isinstance(node, ast.Call) and (event := _event(source, node, passes))]
+        found = [event for node in nodes if isinstance(node, ast.Call) and (event := _event(source, node, backwards))]
         changed = (node for node in nodes if is_change(source, node) or _is_call_of(node, changes))
         found += [Event("change", node) for node in changed]  # type: ignore[arg-type]  # the node may be an assignment
         found += [Event("update", node) for node in nodes if is_update(source, node)]  # type: ignore[arg-type]

@@ -60,9 +60,9 @@ def _written(source: Source, call: ast.Call) -> ast.expr | None:
         writes = isinstance(mode, ast.Constant) and isinstance(mode.value, str) and "w" in mode.value
         return first_argument(call, "file") if writes else None
     if isinstance(call.func, ast.Attribute) and call.func.attr == "to_csv" and not name:
-        mode, table = keyword(call, "mode"), first_argument(call, "path_or_buf")
+        mode, path = keyword(call, "mode"), first_argument(call, "path_or_buf")
         appends = isinstance(mode, ast.Constant) and "a" in str(mode.value)
-        return table if table is not None and _has_text(table) and not appends else None
+        return path if path is not None and _has_text(path) and not appends else None
     if name not in _WRITERS:
         return None
     file = argument_at(call, *_WRITERS[name])
@@ -136,7 +136,11 @@ def _is_read_by_all(source: Source, file: ast.expr) -> bool:
 
 
 def _read_path(source: Source, call: ast.Call) -> list[ast.expr]:
-    """Return the path, in a list, if ``call`` needs an existing file: an argument, or ``path`` in ``path.rename(new)``."""
+    """Return the expressions that may be the path if ``call`` needs an existing file; otherwise an empty list.
+
+    The path is ``path`` in ``path.rename(new)``, or the first positional argument, or any keyword argument if ``call`` has
+    no positional one.
+    """
     func, number = call.func, len(call.args)
     if isinstance(func, ast.Attribute) and not source.name(func) and (func.attr, number) in _METHODS:
         return [func.value]
