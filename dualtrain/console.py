@@ -262,7 +262,7 @@ class _StderrHandler(logging.Handler):
 
 @contextmanager
 def logging_to_stderr() -> Iterator[None]:
-    """Inside the block, print dualtrain's warnings on standard error, as ``dualtrain: warning: …``."""
+    """Inside the block, print dualtrain's log records from level WARNING on, on stderr: ``dualtrain: warning: …``."""
     handler, log = _StderrHandler(logging.WARNING), logging.getLogger("dualtrain")
     log.addHandler(handler)
     try:

@@ -65,8 +65,8 @@ disk_is_full() {
   return "$status"
 }
 
-# reason_in OUTPUT CURE: prints why a command failed, and the cure, if the reason is known. Functions of these scripts print their
-# reasons as "reason: …".
+# reason_in OUTPUT CURE: prints why a command failed, and the cure, if the reason is known. If the reason is the package index, the cure
+# is $network instead of CURE. Functions of these scripts print their reasons as "reason: …".
 reason_in() {
   local found
   found=$(sed -n 's/^reason: //p' <<<"$1" | tail -n 1)
@@ -189,8 +189,8 @@ take_lock() {
 remove_unfinished() { find "$venv" -mindepth 1 -maxdepth 1 ! -name "${lock##*/}" -exec rm -rf {} +; }
 
 # fingerprint: prints a hash of everything that determines the environment: the pins, these scripts, setup.cfg, pyproject.toml, the
-# interpreter without its patch level (which may change in an environment), the GPU mode and architectures, torch's version and the
-# path of the source tree.
+# interpreter without its patch level (an existing environment may get a newer one), the GPU mode and architectures, torch's version
+# and the path of the source tree.
 fingerprint() {
   { cat "$pins" "$root"/launch/{setup,build_horovod,cuda_from_wheels}.sh "$root/setup.cfg" "$root/pyproject.toml"
     "$python" -c 'import sys; print(sys.implementation.cache_tag, sys.base_prefix)'

@@ -315,7 +315,7 @@ class HorovodBackend(Backend):
         if self._launched or self.library.mpi_enabled():
             return self.library.add_process_set(ranks)
         where = listening_address(self.world), self.rank == 0
-        share = partial(self._broadcast_object, root=0, name=None)  # not the public methods: this is a part of a call
+        share = partial(self._broadcast_object, root=0, name=None)  # not the public methods: this runs inside of one
         with http_store(*where, share=share, wait_for_all=partial(self._barrier, None)):
             return self.library.add_process_set(ranks)
 

@@ -67,7 +67,8 @@ class Bucket:
         wire = self.memory.wire
         self.sum: BucketSum = RankSum(backend, wire) if order is None else ShardSums(backend, wire, order, self._split)
         #: Whether gradients are converted or scaled before they are sent. If so, ``add_shard`` adds a copy of the buffer,
-        #: with the converted and scaled gradients. If not, it adds the gradients themselves, without a copy.
+        #: with the converted and scaled gradients. If not, it adds the gradients themselves, and copies only those that lie
+        #: in the bucket or have a different dtype.
         self._adds_wire = self.memory.converts or self._scaling.before != 1
         self.work: Work[None] | None = None
         self.pending = len(self.slots)
@@ -101,7 +102,7 @@ class Bucket:
         self.on_new_extra(self.memory.extra)
 
     def clear(self) -> None:
-        """Move gradients out of the buckets, so that the program keeps their values; then set buffer and shards to 0."""
+        """Move gradients out of the bucket, so that the program keeps their values; then set this rank's shards to 0."""
         # Before the copies: if the program keeps views, the gradients stay in the memory that they share with the views.
         self.memory.leave_views_before_zeros()
         for slot in self.memory.slots_inside():
@@ -284,7 +285,7 @@ class Bucket:
         """Add the gradients and the extra scalars of a shard to the partial sums.
 
         Not for this rank's last shard: :meth:`pack` copies it to the buffer, and :meth:`start` adds it. The partial sums
-        reuse the gradients' memory, so two gradients must not share memory.
+        reuse the gradients' memory, so the caller must first copy gradients that share memory (``separate_gradients``).
         """
         if self._adds_wire:
             self.pack()

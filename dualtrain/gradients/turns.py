@@ -50,7 +50,7 @@ class Member(Protocol):
 
 
 class Turns:
-    """The reducers of ``backend`` that are not closed, the same on every rank."""
+    """The reducers of ``backend`` that are not closed. An exchange by a reducer that a rank lacks is refused."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = weakref.ref(backend)

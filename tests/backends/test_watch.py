@@ -566,7 +566,7 @@ def test_the_secret_is_not_sent_over_a_control_channel():
 
 
 def fails_during_the_handshake(backend, report):
-    """On rank 1, send ``report`` in one ``sendall`` with the last message of the handshake."""
+    """On rank 1, send ``report`` in one ``sendall`` with this rank's only message of the handshake."""
     if backend.rank == 0:
         watch = Watch(backend, "127.0.0.1")
         watch.wait_for_report(CONTRACT_SECONDS)

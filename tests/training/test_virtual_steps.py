@@ -205,7 +205,8 @@ def refused(backend):
     for batch, found in ((((inputs, inputs), targets), "tuple, Tensor"), (({"x": inputs}, targets), "dict, Tensor")):
         with pytest.raises(TypeError, match=rf"pair of tensors, .*not tuple of {found}: split other batches"):
             trainer.split(batch)
-    assert all(len(part[1]) for part in trainer.split((inputs.numpy(), targets)))  # other objects may be indexed by samples
+    # Batches of other objects can be split if sample numbers are valid indices, as they are for an array.
+    assert all(len(part[1]) for part in trainer.split((inputs.numpy(), targets)))
     trainer.close()
     plain = Trainer(model, torch.optim.SGD(model.parameters(), 0.1), backend=backend)
     with pytest.raises(ValueError, match="only a trainer with virtual_ranks has shards"):
@@ -319,7 +320,7 @@ def without_samples_on_rank_0(backend):
     return digest(trainer), result.totals
 
 
-def test_without_virtual_ranks_the_first_batch_that_has_samples_counts():
+def test_without_virtual_ranks_the_first_batch_with_targets_gives_the_number_of_targets_per_sample():
     assert run_threads(2, without_samples_on_rank_0) == run_threads(1, without_samples_on_rank_0) * 2
 
 
