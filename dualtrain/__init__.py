@@ -70,7 +70,7 @@ _MODULES = {
     "dualtrain.trainer.trainer": ("Trainer",),
 }
 #: Not imported at their first use, because importing one of them, ``hvd``, sets environment variables.
-_PUBLIC_MODULES = ("batchnorm", "functional", "gradients", "hvd", "ray", "spark")
+_PUBLIC_MODULES = ("batchnorm", "data", "functional", "gradients", "hvd", "ray", "spark")
 
 
 def __getattr__(name: str) -> object:

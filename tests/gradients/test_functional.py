@@ -248,8 +248,9 @@ def test_a_norm_without_a_backend_says_how_to_convert_a_model():
 
 
 def test_the_error_for_a_public_module_that_is_not_imported_yet_names_the_import(monkeypatch):
-    monkeypatch.delattr(dualtrain, "functional", raising=False)
-    with pytest.raises(AttributeError, match=r"add `import dualtrain\.functional`"):
-        dualtrain.functional  # noqa: B018
+    for module in ("functional", "data"):
+        monkeypatch.delattr(dualtrain, module, raising=False)
+        with pytest.raises(AttributeError, match=rf"add `import dualtrain\.{module}`"):
+            getattr(dualtrain, module)
     with pytest.raises(AttributeError, match="no attribute 'conect'"):
         dualtrain.conect  # noqa: B018
