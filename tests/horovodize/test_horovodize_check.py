@@ -2221,9 +2221,13 @@ def test_accumulation_is_found_if_two_branches_step_the_same_optimizer():
         ("if (i + 1) % 4 != 0:\n    ", False),
         ("if i % 4 > 0 and on:\n    ", False),
         ("if i % 4 == 0:\n        continue\n", False),
+        ("if i % 4 >= 1:\n    ", False),
+        ("if i % 4 < 3:\n    ", False),
+        ("rest = i % 4\n    if rest:\n    ", False),
+        ("rest = i % 4\n    if rest != 0:\n    ", False),
     ],
 )
-def test_accumulation_is_repaired_unless_its_condition_is_reversed(test, repaired):
+def test_accumulation_is_repaired_if_one_of_n_iterations_steps(test, repaired):
     indent = "" if "continue" in test else "    "
     loop = f"for i, x in enumerate(data):\n    model(x).backward()\n    n += 1\n    {test}    optimizer.step()\n"
     (found,) = BY_NAME["accumulation_without_passes"](source(f"{WRAP}{loop}{indent}    n = 0"))

@@ -56,7 +56,7 @@ def _may_have_passes(wrap: ast.Call) -> bool:
 def _every_nth(source: Source, events: list[Event], step: Event) -> tuple[ast.expr | None] | None:
     """Return ``(N,)`` for ``backward(); if i % N == 0: step()``, or with ``if i % N: continue``; else None.
 
-    Return ``(None,)`` for the reversed condition, ``if i % N: step()``: the number of passes is not N.
+    Return ``(None,)`` if the step may not run in one of N iterations, as with ``if i % N: step()``.
     """
     ends = _LOOP | Function | ast.ExceptHandler  # a step after an exception is not one of every N
     loop = next((above for above in source.above(step.node) if isinstance(above, ends)), None)
@@ -81,8 +81,8 @@ def _every_nth(source: Source, events: list[Event], step: Event) -> tuple[ast.ex
         # Optimizers that take turns do not accumulate: each iteration's backward pass is for one of them. All may share one
         # call of backward(), after `model = one if i % 2 else two`.
         alternate = any(source.exclusive(one.node, step.node) or _is_left_out(branch, lines, one) for one in others)
-        reversed_ = _holds_once(source, branch.test, period.node) is (not truth) and (passes is None or passes.value != 2)
-        length = None if reversed_ else period.length
+        once = _holds_once(source, branch.test, period.node) is truth or (passes is not None and passes.value == 2)
+        length = period.length if once else None
         return (length,) if "backward" in kinds and not alternate and not kinds & _STEPS else None
     return None
 
