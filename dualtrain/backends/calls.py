@@ -129,8 +129,8 @@ class Calls(Primitives):
     def _call_or_refuse(self, kind: str, name: str | None, call: Callable[[], T], second_thread: bool) -> T:
         """Return the result of ``call``; ``second_thread`` says whether a second thread makes it.
 
-        If ``call`` raises an error before the ranks have compared their calls, and it is not a BackendError, raise on every
-        rank, so that the other ranks do not wait for this rank. Their error names this rank's call by ``kind`` and
+        If ``call`` raises an error before the ranks have compared their calls, and it is not a BackendError, raise an error
+        on every rank, so that the other ranks do not wait for this rank. Their error names this rank's call by ``kind`` and
         ``name``.
         """
         before = self.in_second_thread, self.compared

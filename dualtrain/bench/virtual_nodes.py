@@ -24,7 +24,7 @@ from typing import TypeVar
 INTERFACE = "eth0"
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 _SECONDS = 20.0  # time limit of one command
-_UNTIL_END = "echo up; read -r _"  # standard input is a pipe of the bench: ``read`` returns when the bench has ended
+_UNTIL_END = "echo up; read -r _"  # ``read`` returns when the bench ends or closes its end of the pipe
 
 Result = TypeVar("Result")
 

@@ -1,4 +1,4 @@
-"""Names, variables and arguments in the nodes of a syntax tree, without resolved imports."""
+"""Names, variables and arguments in the nodes of a syntax tree. Imports are not resolved."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def names_in(node: ast.AST) -> set[str]:
 
 
 def arms(value: ast.expr) -> list[ast.expr]:
-    """Return ``a`` and ``b`` for the conditional expression ``a if test else b``, and else ``value`` itself."""
+    """Return ``a`` and ``b`` for the conditional expression ``a if test else b``; ``value`` itself for any other."""
     return [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
 
 
@@ -63,7 +63,7 @@ def argument_at(call: ast.Call, position: int, name: str) -> ast.expr | None:
 
 
 def sampler_of(call: ast.Call) -> ast.expr | None:
-    """Return the argument ``sampler`` of ``call``, which may make a DataLoader; None for ``sampler=None``, too."""
+    """Return the argument ``sampler`` of ``call``, a DataLoader or any other call; None if it is missing or ``None``."""
     sampler = argument_at(call, 3, "sampler") if last_name(call.func) == "DataLoader" else keyword(call, "sampler")
     return None if isinstance(sampler, ast.Constant) and sampler.value is None else sampler
 

@@ -36,7 +36,10 @@ class Memory(Protocol):
         """Advance operations without blocking; with ``work``, block until it and all earlier ones have ended."""
 
     def progress(self) -> int:
-        """Advance operations without blocking, and return how many are left unfinished. Raises no error of an operation."""
+        """Advance operations without blocking, and return how many are left unfinished. Raises no error of an operation.
+
+        Returns 0 if this thread or another one is advancing them already.
+        """
 
     def post_ready(self, work: Reduction) -> None:
         """Post that this rank's values for ``work`` are in its buffer."""

@@ -14,9 +14,9 @@ from dualtrain.bench.workloads import Task
 
 
 class WithTrainer(Ours):
-    """Steps of the trainer, with PARTS batches per rank and step.
+    """Steps of the trainer, in which each rank computes one batch PARTS times.
 
-    With virtual ranks, each of the rank's virtual ranks has one of these batches. Without, their gradients are accumulated.
+    With virtual ranks, each of the rank's virtual ranks has this batch. Without, a step accumulates the PARTS gradients.
 
     Args:
         option: "BACKEND/TRANSPORT/virtual/PARTS" with virtual ranks, "BACKEND/TRANSPORT//PARTS" without. If PARTS is left

@@ -55,16 +55,17 @@ def _expects_error(source: Source, call: ast.Call) -> bool:
 
 
 def _is_unused(source: Source, call: ast.Call) -> bool:
-    """Return whether the result is in a discarded list or value, or in a local variable that nothing reads.
+    """Return whether the result is used only in a discarded list or conversion, or in a local variable that nothing reads.
 
-    Variables that are unused on purpose do not count, nor do variables and values in functions that measure or test.
+    A conversion is a call such as ``hvd.allreduce(x).item()``. Variables that are unused on purpose do not count, nor do
+    variables and conversions in functions that measure or test.
     """
     parent = source.parents[call]
     if isinstance(parent, ast.ListComp):
         return parent.elt is call and isinstance(source.parents[parent], ast.Expr)
     if re.search(r"bench|perf|test|time|warm", getattr(source.scope(call), "name", ""), re.IGNORECASE):
         return False
-    if isinstance(parent, ast.Attribute) and parent.attr in ("item", "tolist", *_METHODS):  # hvd.allreduce(x).item()
+    if isinstance(parent, ast.Attribute) and parent.attr in ("item", "tolist", *_METHODS):
         outer, is_tensor = source.parents[parent], source.hvd(call.func) not in OBJECTS
         is_called = isinstance(outer, ast.Call) and outer.func is parent
         return is_tensor and is_called and isinstance(source.parents[outer], ast.Expr)
@@ -116,7 +117,7 @@ def _edits_to_use_result(source: Source, call: ast.Call, name: str) -> list[Edit
     if isinstance(value, ast.Name) and value.id in source.parameters(call):
         return []  # the caller of the function may still need the tensor's old value
     if _is_used_by_backward(source, call, value):
-        return []  # backward may need this value, as that of sqrt(), so it must not change in place
+        return []  # backward may need this value, as it needs the result of sqrt(), so it must not change in place
     if name in ("allreduce", "broadcast"):
         end = layout.end(call.func)
         return [Edit(end, end, "_")]
@@ -149,7 +150,7 @@ def is_barrier(source: Source, call: ast.Call) -> bool:
 
     1. If the input is a variable with a copy of another variable's value, and is read after the call: no.
     2. If the argument ``name``, or the name of the function around the call, is "barrier" or similar: yes.
-    3. If the input is made from a value that may differ between ranks, as in ``torch.tensor(loss)``: no.
+    3. If the input is made from a variable, as in ``torch.tensor(loss)``, and not a rank, a size or a loop counter: no.
     4. If the input is a constant or a new tensor: yes. Otherwise, no.
     """
     value = first_argument(call, "obj") or keyword(call, "tensor")
@@ -165,9 +166,9 @@ def is_barrier(source: Source, call: ast.Call) -> bool:
 
 
 def _holds_variable(source: Source, value: ast.expr | None) -> bool:
-    """Return whether ``value`` is ``torch.tensor(x)`` or ``torch.Tensor([x])`` of an ``x`` that ranks may combine.
+    """Return whether ``value`` is ``torch.tensor(x)`` or ``torch.Tensor([x])`` of a variable ``x``, such as a loss.
 
-    Ranks, sizes, constants and loop counters do not count: scripts send them only to make the ranks wait for each other.
+    A rank, size, constant or loop counter ``x`` does not count: scripts send it only to make the ranks wait for each other.
     """
     while isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _METHODS:
         value = value.func.value  # torch.tensor(x).cuda()

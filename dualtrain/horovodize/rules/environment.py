@@ -172,7 +172,7 @@ def _set_by(source: Source, node: ast.AST) -> Iterator[ast.expr | None]:
 def variables_of_mpi(source: Source) -> Iterator[Finding]:
     """Variables of MPI launchers by which a script detects that it runs under Horovod; one finding for all."""
     inits = [(file, init) for file in source.files for init in file.hvd_calls("init")]
-    # If every init() is conditional, or the program's files have none, init() perhaps runs only if the variable is set.
+    # If every init() is conditional, or none is in the program's files, init() perhaps runs only if the variable is set.
     conditional = all(Guards.of(file).is_conditional(init) for file, init in inits)
     found = []
     for node in source.nodes:
@@ -241,7 +241,7 @@ def world_of_mpi(source: Source) -> Iterator[Finding]:
     yield from _worst(found)
 
 
-#: Methods of an MPI communicator that do not communicate.
+#: Methods of an MPI communicator that serve their purpose even if it has only one rank.
 _OF_PROCESS = ("Abort", "Get_name", "Is_inter", "Set_errhandler")
 
 
