@@ -99,7 +99,7 @@ def test_the_users_own_choice_of_huge_pages_is_kept():
 
 
 def test_torch_aligns_large_tensors_to_pages_for_huge_pages():
-    # Use a new interpreter, because torch reads the variable only once. Without the variable, the tensor would begin behind
+    # Use a new interpreter, because torch reads the variable only once. Without the variable, the tensor would begin after
     # malloc's header, and not at the beginning of a page.
     imports = "from dualtrain.heap import use_huge_pages; use_huge_pages(); import torch"
     program = f"{imports}; print(torch.empty(9 << 20).data_ptr() % 4096)"

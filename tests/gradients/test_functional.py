@@ -220,7 +220,7 @@ def differentiates_norms_twice(backend):
         grad.square().sum().backward()
     y = model(x).pow(3).sum()
     (grad,) = torch.autograd.grad(y, x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):  # and not the gradient of y alone
+    with pytest.raises(RuntimeError, match="differentiate twice"):  # it must not return the gradient of y alone
         torch.autograd.grad(y + grad.square().sum(), x)
 
 

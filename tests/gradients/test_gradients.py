@@ -375,7 +375,7 @@ def negate(model):
     list(model.parameters())[-1].grad.neg_()
 
 
-def test_a_change_of_averages_that_a_rank_without_backward_lacks_is_an_error(spmd):
+def test_a_step_is_refused_if_all_ranks_but_the_one_without_backward_changed_the_averages(spmd):
     spmd.each(changed_by_some_ranks, [(change, False) for change in (clip_norm, clamp_data, assign_other, negate)])
 
 
@@ -740,7 +740,10 @@ def test_steps_in_hooks_are_refused_if_they_use_local_gradients():
 
 
 def steps_before_the_hook_of_the_reducer(backend, set_to_none, every, size):
-    """In ``every``-th call of a hook that runs before the reducer's, step an optimizer of the hook's parameter alone."""
+    """In a hook that runs before the reducer's, step the optimizer that has only the hook's parameter.
+
+    Step in each ``every``-th call of the hook. Without ``backend``, train on the batches of ``size`` ranks in one process.
+    """
     model, optimizers, calls = perceptron(), {}, Counter()
 
     def step(p):
@@ -769,7 +772,10 @@ def test_optimizers_may_step_in_hooks_that_run_before_those_of_the_reducer(set_t
 
 
 def steps_before_the_gradient_is_accumulated(backend, size):
-    """In a hook that runs before autograd accumulates a gradient, step with the clipped gradient of the last backward."""
+    """In a hook that runs before autograd accumulates a gradient, step with the clipped gradient of the previous backward.
+
+    Without ``backend``, train on the batches of ``size`` ranks in one process.
+    """
     model, optimizers = perceptron(), {}
 
     def step(p):
@@ -788,7 +794,7 @@ def steps_before_the_gradient_is_accumulated(backend, size):
     return [p.detach().clone() for p in model.parameters()]
 
 
-def test_gradients_are_averaged_in_backward_if_optimizers_step_before_they_are_accumulated():
+def test_gradients_are_averaged_in_backward_if_optimizers_step_before_autograd_accumulates_them():
     alone = steps_before_the_gradient_is_accumulated(None, 2)
     for result in run_threads(2, steps_before_the_gradient_is_accumulated, 2):
         torch.testing.assert_close(result, alone)
@@ -1412,6 +1418,7 @@ def check_transfer(backend, transfer, factor, tolerance):
     assert all(p.grad.dtype == p.dtype for p in model.parameters())
 
 
+#: Name → transfer, function that returns the expected multiple of the mean for a number of ranks, tolerance.
 TRANSFERS = {
     "sum": (Transfer(after=1.0), float, 1e-6),
     "half before": (Transfer(before=0.5, after=2.0), lambda size: float(size), 1e-6),

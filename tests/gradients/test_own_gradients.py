@@ -389,7 +389,7 @@ def test_a_gradient_that_is_assigned_after_zeros_were_averaged_is_refused(typica
     typical(assigns_the_heads_gradient)
 
 
-def test_averages_of_other_ranks_gradients_may_be_replaced(typical):
+def test_averages_may_be_replaced_on_a_rank_that_added_zeros(typical):
     typical(replaces_averages)
 
 

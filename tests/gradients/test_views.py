@@ -272,7 +272,7 @@ def test_a_bucket_gets_new_memory_only_once_if_a_view_is_kept_in_every_step(worl
 
 
 def interrupted(method, numbers, call_number):
-    """Return a wrapper of ``method`` that raises KeyboardInterrupt in the call ``call_number``, counted by ``numbers``."""
+    """Return a wrapper of ``method`` that raises KeyboardInterrupt if the next of ``numbers`` is ``call_number``."""
 
     def replacement(*args, **options):
         if next(numbers) == call_number:
@@ -327,7 +327,7 @@ def interrupted_after(method):
 def is_interrupted_late(backend, owner, name):
     """Interrupt the move to new memory on rank 0, after a method has done its work; a backward pass follows.
 
-    These methods are called with shared memory only. In other worlds, nothing is interrupted.
+    The method, ``name`` of ``owner``, is called with shared memory only. In other worlds, nothing is interrupted.
     """
     p, q = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(20000))
     reducer = GradientReducer([("p", p), ("q", q)], backend)
@@ -422,7 +422,7 @@ def test_views_keep_their_values_if_another_gradient_is_never_zeroed(world):
 
 
 def changes_zeros(backend):
-    """Keep views, and change the zeros of an unused parameter in place, as weight decay by hand does.
+    """Keep views, and change the zero gradient of an unused parameter in place, as weight decay by hand does.
 
     Then assign another gradient: the optimizer step refuses it.
     """
@@ -444,7 +444,7 @@ def changes_zeros(backend):
     wrapped.close()
 
 
-def test_zeros_may_change_in_place_after_views_were_kept(world):
+def test_a_gradient_of_zeros_may_change_in_place_after_views_were_kept(world):
     world(changes_zeros)
 
 
@@ -453,7 +453,7 @@ def raise_out_of_memory(*args):
 
 
 def runs_without_memory(backend):
-    """Keep views although there is no memory for a copy of the bucket: later gradients are right, and overwrite them."""
+    """Keep views although there is no memory for a copy of the bucket: later gradients are right, and overwrite views."""
     with mock.patch.object(backend, "replace_buffer", raise_out_of_memory):
         keeps_views_without_memory(backend)
 

@@ -195,7 +195,7 @@ UPDATES = common.HostUpdateResult
         ([(1, UPDATES.removed), (2, UPDATES.removed)], True),
         ([(1, UPDATES.removed), (2, UPDATES.added)], False),
         ([(2, UPDATES.removed), (1, UPDATES.added)], True),  # the second update is older, and is ignored
-        ([(0, UPDATES.added)], None),
+        ([(0, UPDATES.added)], None),  # not later than the initial timestamp, which is 0
     ],
 )
 @pytest.mark.parametrize("library", ["dualtrain", "horovod"])

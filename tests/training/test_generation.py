@@ -284,7 +284,8 @@ def test_temporary_files_of_another_process_are_not_removed(tmp_path):
     assert temporary.exists()
 
 
-#: Program that prints each change of a run's file, and whether the thread has checked the generation since its last change.
+#: Program that prints each change of a file of the run, and whether the thread that makes it has checked the generation
+#: since that thread's previous change.
 WATCHED = """
 import os, sys, threading
 from dualtrain.main import main
