@@ -39,7 +39,7 @@ class Reducer(Protocol):
         """Use this channel in the current world."""
 
     def begin_world(self) -> None:
-        """Prepare for a new world. Before its ``init``, all ranks must have added and unfrozen the same parameters."""
+        """Prepare for a new world. All ranks must have added and unfrozen the same parameters before ``init``."""
 
 
 class Caller(Reducer, Protocol):
@@ -173,7 +173,7 @@ class Reducers:
         if len(candidates) > 1:
             candidates = [one for one in candidates if registry.position(one) == position]
         found = next(iter(known + candidates), None)
-        # If this rank has not made the reducer yet, the reducer takes the channel when it is made.
+        # Don't claim the name if this rank has not made the reducer yet: that reducer will claim it itself.
         if found is not None or position[0] <= registry.count(base):
             self._claimed.add(channel_name)
         if found is not None and not known:
