@@ -241,7 +241,7 @@ class _Optimizer(NativeOptimizer):
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
 
     def _combine(self, reducer: HorovodReducer) -> None:
-        """Combine the gradients. If ``_requires_update`` was emptied, parameters that no rank uses stay without one.
+        """Combine the gradients. If ``_requires_update`` was emptied, parameters that no rank uses have no gradient.
 
         Raises:
             HorovodInternalError: it was emptied, and a parameter has no gradient on this rank, but a nonzero one on other

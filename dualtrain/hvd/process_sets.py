@@ -219,7 +219,9 @@ def _add(engine: Engine, one: ProcessSet) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set, and return True. Collective over all ranks; blocks. Unmatched calls on the set fail.
+    """Remove a process set, and return True. Collective over all ranks; blocks.
+
+    Calls on the set that still wait for another rank's call fail.
 
     Return False at once for the global set, which cannot be removed, and for a set that is not in use.
 

@@ -82,7 +82,7 @@ class RayExecutor:
     ) -> None:
         """Start an actor for each rank, with the environment variables ``extra_env_vars``. Blocks until all have started.
 
-        The variables that make an actor a rank replace those of ``extra_env_vars``.
+        The variables that make an actor a rank take precedence over ``extra_env_vars``.
         If a class is given, create ``executable_cls(*executable_args, **executable_kwargs)`` in each actor.
 
         Raises:

@@ -72,7 +72,7 @@ class Trainer:
 
             - a function ``loss(outputs, targets)``, which returns the mean over ``len(targets)`` samples (if ``targets``
               is a dict, the length of its first tensor counts or, if it has none, of its first list)
-            - a loss of torch, which returns the mean over its targets, of which a sample may have any number
+            - a loss of torch, which returns the mean over its targets; a sample may have any number of targets
             - an ``Objective``, which returns a pair: the mean loss, and four sums as numbers or detached tensors. The sums
               are the loss, its weight (the number of samples), the correct predictions, and the targets among the five
               likeliest classes. Each of the last two is -1 if predictions are not counted.
@@ -101,9 +101,10 @@ class Trainer:
             returns, ``schedule`` is not a scheduler, or ``loss``, ``forward`` or ``measure`` cannot be called.
         ValueError: in any of these cases:
 
-            - ``virtual_ranks`` is not a whole number from 1 to 65536, is given with ``compress``, or, for a model with
-              SyncBatchNorm layers, differs from the number of ranks (or ``synchronize_norms()`` has not made these
-              layers); or ``seed`` with ``virtual_ranks`` is not a whole number
+            - ``virtual_ranks`` is not a whole number from 1 to 65536, or is given with ``compress`` or with a ``seed`` that
+              is not a whole number
+            - with ``virtual_ranks``, the model has SyncBatchNorm layers, and either they were not made by
+              ``synchronize_norms()``, or the number of ranks is not ``virtual_ranks``
             - a parameter's gradient cannot be averaged
             - a parameter or buffer is on the meta device or, with several ranks, has elements that share memory
             - ``optimizer`` needs a closure
@@ -448,8 +449,8 @@ class Trainer:
                 has_batches = True
                 if not step.totals[1] > 0:  # all targets are ignored
                     self.advance_schedule()
-            # The ranks need not compare before the next step if some rank expects another batch: because of its loader's
-            # length or, without a length, until it finds no batch.
+            # The ranks need not compare before the next step if some rank expects another batch. A rank expects one until
+            # it has read as many as its loader's length, or until its loader ends.
             total, compare = added(total, step.totals), not (expected and step.control_flags[0])
 
     def _compare_batches(self, mine: list[Tensors]) -> tuple[float, bool, bool]:

@@ -137,7 +137,7 @@ class Factored(torch.optim.SGD):
 
 
 def remade(hvd):
-    """Wrap an optimizer whose attribute ``factor`` Horovod resets to its default, because it makes the optimizer again."""
+    """Wrap an optimizer whose attribute ``factor`` Horovod resets to its default by calling ``__init__`` again."""
     model = model_of()
     return trained(hvd, model, hvd.DistributedOptimizer(Factored(model.parameters(), factor=0.5), model.named_parameters()))
 

@@ -48,7 +48,7 @@ def test_a_save_is_due_after_the_interval_and_the_time_of_saves_is_summed(monkey
 def saved_steps(backend, folder: str, due: list[bool], flags: list[str]) -> dict[str, Any]:
     """Train with a fixed value of ``SaveClock.due``: ``due[0]`` on rank 0, and ``due[1]`` on the other ranks.
 
-    The checkpoint writer never seems busy; while it is busy, saves by time are skipped.
+    ``Writer.busy`` is patched to be false, because a run skips saves by time while the checkpoint writer is busy.
     """
     saved: list[int] = []
     with pytest.MonkeyPatch.context() as patch:
