@@ -49,9 +49,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     changes on every rank. Or run backward in :meth:`no_sync`: then :meth:`synchronize` or ``step()`` averages the changed
     gradients. If backward averaged zeros for a parameter, because no rank had a gradient, and the program then assigns a
     gradient, ``step()`` raises BackendError: most likely, each rank has assigned its own.
+
     If a rank runs no backward in a step, it gets the averages only in ``step()``. If another rank has clipped, unscaled or
-    otherwise changed its averages by then, ``step()`` raises BackendError on that rank: call :meth:`synchronize` on every
-    rank before you change gradients. In these cases, there is no error, and the ranks' weights differ:
+    otherwise changed its averages by then, ``step()`` raises BackendError on the rank that changed them: call
+    :meth:`synchronize` on every rank before you change gradients. There is no error, and the ranks' weights differ, in the
+    following cases:
 
     - The gradients are on a GPU, and there is no ``extra``.
     - Several wrapped optimizers have the changed parameters.
@@ -78,7 +80,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             :attr:`extra`).
         transfer: see :class:`~dualtrain.gradients.GradientReducer`.
         sum_order: the order in which gradients are added. ``"backend"``: the order that the backend and its transport use
-            (with two ranks, all of them give the same bits). ``"canonical"``: a fixed tree over the
+            (with two ranks, every backend and transport gives the same bits). ``"canonical"``: a fixed tree over the
             ranks, the same on every backend and transport. A ``SumOrder``: a fixed tree over shards of the global
             batch; a rank may compute several of them.
         carry: the former name of ``extra``; deprecated.
@@ -265,7 +267,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             self._changing = False
 
     def _step_with_hooks(self, closure: Callable[[], Any] | None) -> Any:
-        """Take a step, with this wrapper's own step hooks; hooks for all optimizers run in the wrapped optimizer's step."""
+        """Take a step with this wrapper's own step hooks; torch's global step hooks run in the wrapped optimizer's step."""
         args: tuple[Any, ...] = (self,) if closure is None else (self, closure)
         options: dict[str, Any] = {}
         for before in self._optimizer_step_pre_hooks.values():

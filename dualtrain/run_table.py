@@ -52,6 +52,7 @@ COLUMNS: dict[str, Callable[[Facts], str]] = {
     "weights": lambda facts: as_text(facts.get("weights_sha256"))[:16],
 }
 
+#: Types of the values that a usable summary must have, by name.
 _KINDS: dict[str, Any] = dict.fromkeys(("backend", "transport", "launcher", "weights_sha256"), str)
 _KINDS |= dict.fromkeys(("val_accuracy", "samples_per_second", "seconds", "world_size"), int | float)
 

@@ -91,8 +91,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, backend: Backend
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load a ``state_dict()``. Keep its dtypes, and keep the dicts that ``optimizer.param_groups`` consists of.
 
-    State of a parameter's shape gets the parameter's strides (channels_last, for example), which files do not keep: steps
-    with ``fused=True`` read the memory of both in the same order, whatever the strides are.
+    State tensors that have the parameter's shape get its strides (channels_last, for example), which files do not keep:
+    steps with ``fused=True`` read the memory of both in the same order, whatever the strides are.
 
     ``optimizer.load_state_dict`` alone casts state to the parameter's dtype, so the float32 moments of bfloat16
     parameters would lose bits. It also replaces the parameter groups by new dicts. If a scheduler belongs to

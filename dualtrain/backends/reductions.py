@@ -103,7 +103,7 @@ class Reductions(Movement):
     def _reduce_wire(self, tensor: torch.Tensor, op: ReduceOp, name: str | None, *, in_place: bool) -> torch.Tensor:
         """Reduce ``tensor`` in its wire dtype (``wire.py``); return the result.
 
-        The result is a new tensor. With ``in_place``, it is ``tensor`` itself, or a view of it, if no conversion is needed.
+        The result is ``tensor`` itself, or a view of it, if ``in_place`` and no conversion is needed; else a new tensor.
         """
         call = Call.on(op.value, tensor, name)
         primitive = wire.wire_op(tensor.dtype, op)
@@ -135,7 +135,7 @@ class Reductions(Movement):
     def start_matched(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
         """Reduce ``tensor`` as :meth:`start_allreduce` does. The caller has checked that the ranks' calls match.
 
-        An override may send a short tensor in the messages that compare calls: it then compares them again, and blocks.
+        An override may send a short tensor along with a second comparison of the calls; it then blocks.
         """
         return self.start_allreduce(tensor, op, name)
 
@@ -154,7 +154,7 @@ class Reductions(Movement):
     def reduce_rows(self, tensor: torch.Tensor, primitive: ReduceOp, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this rank's rows of the reduction, in the wire dtype, and a tensor of their shape and original dtype.
 
-        Collective; blocks.
+        The second tensor is for :func:`wire.unpack`, which does not use its values. Collective; blocks.
         """
         rows = split_sizes(tensor.shape[0], self.size)
         mine = rows[self.rank]

@@ -36,7 +36,7 @@ class Objective(Protocol):
     """A loss that also returns the sums for metrics. Any callable with this signature is an objective."""
 
     def __call__(self, outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Sums]:
-        """Return the mean loss, (), differentiable, and the four sums of ``NAMES``."""
+        """Return the mean loss, a differentiable tensor of shape (), and the four sums of ``NAMES``."""
 
 
 def cross_entropy(
@@ -54,8 +54,8 @@ def cross_entropy(
         (4,), on the logits' device. The function does not wait for the device.
 
     Raises:
-        UserError: ``targets`` has several axes, one fewer than ``logits``, and these are not the axes of ``logits`` without
-            the classes (axes of length 1 do not count).
+        UserError: ``targets`` has several axes, one fewer than ``logits``, but their lengths differ from those of the
+            axes of ``logits`` without the classes (axes of length 1 do not count).
     """
     logits, targets = _flatten(logits, targets)
     losses = functional.cross_entropy(
@@ -142,8 +142,8 @@ class CrossEntropy:
 def samples_of(targets: Any) -> int:
     """Return ``len(targets)``. For a dict, whose length is its number of keys, use its first tensor that has an axis.
 
-    Dicts in the dict are searched after its own values. A dict without such a tensor has the length of its first list or
-    tuple.
+    Dicts in the dict are searched after its own values. Without such a tensor, use the first list or tuple; without that,
+    the dict itself.
 
     Raises:
         TypeError: ``targets`` has no length.

@@ -75,8 +75,9 @@ _VISIBLE = re.compile(r"visible_devices|get_device|set_visible", re.IGNORECASE)
 def _uses_first_gpu(source: Source, guards: Guards, call: ast.Call) -> bool:
     """Return whether ``call`` moves data to ``cuda:0``, or makes this device for a variable that the program reads.
 
-    This variable must have no other value. If ``call`` moves data to a variable, one of that variable's values must be
-    ``cuda:0``, and none may be a different GPU. A call that depends on a condition (:func:`_is_chosen`) does not count.
+    That variable must have no other value. If the argument of ``call`` is a variable, as in ``x.to(device)``, one of the
+    values of ``device`` must be ``cuda:0``, and none may be a different GPU. A call that depends on a condition
+    (:func:`_is_chosen`) does not count.
     """
     name = source.name(call.func)
     if not isinstance(call.func, ast.Attribute) or (name != "torch.device" and call.func.attr != "to"):
@@ -95,7 +96,10 @@ def _uses_first_gpu(source: Source, guards: Guards, call: ast.Call) -> bool:
 
 
 def _may_be_other_gpu(source: Source, variable: ast.expr, value: ast.expr | None = None) -> bool:
-    """Return whether ``value``, or else a value of ``variable``, may be a GPU other than the first: ``f"cuda:{n}"``."""
+    """Return whether ``value`` may be a GPU other than the first, as ``f"cuda:{n}"`` may.
+
+    Without ``value``, check ``variable`` and the values that are assigned to it.
+    """
     if value is None:
         return any(_may_be_other_gpu(source, variable, one) for one in (variable, *_visible_values(source, variable)))
     if isinstance(value, ast.IfExp):

@@ -119,8 +119,9 @@ def sends_rate(source: Source, step: ast.Call) -> bool:
     """Return whether the program may send rank 0's learning rate to the other ranks after ``step``, a schedule's step.
 
     True if a broadcast of the optimizer's state, or one that mentions a rate or a schedule, may run after ``step``. If it
-    is unknown when the broadcast runs (:func:`_may_repeat`), only a rate or a schedule counts, or one of several broadcasts
-    of optimizer state: a single one is usually before the first step. In other files, only a rate or a schedule counts.
+    is unknown when a broadcast runs (:func:`_may_repeat`), it counts only if it mentions a rate or a schedule, or if the
+    file has several broadcasts of optimizer state: a single one is usually before the first step. A broadcast in another
+    file counts only if it mentions a rate or a schedule.
     """
     later = set(nodes_after_or_repeated(source, step))
     schedule = ast.unparse(step.func.value) if isinstance(step.func, ast.Attribute) else ""
@@ -195,7 +196,7 @@ class Collectives:
         self._find_functions()
 
     def _find_functions(self) -> None:
-        """Add the functions of this file that make such calls to ``functions``."""
+        """Add to ``functions`` those functions of this file that make such calls."""
         source = self.source
         for _ in range(4):  # nested calls, four levels deep
             self.functions |= {
