@@ -29,8 +29,8 @@ def gpu_by_rank(source: Source) -> Iterator[Finding]:
         if call and isinstance(call.func, ast.Attribute) and source.hvd(call.func) == "rank":
             spelled = f"{ast.unparse(call.func.value)}.local_rank"
         message = "the GPU is chosen by rank(), which exceeds the GPU numbers on a second host; use local_rank()"
-        partial = call is None and _is_used_elsewhere(source, used, numbers)
-        edits = (source.layout.replace(used, f"{spelled}()"),) if spelled and not partial else ()
+        used_elsewhere = call is None and _is_used_elsewhere(source, used, numbers)
+        edits = (source.layout.replace(used, f"{spelled}()"),) if spelled and not used_elsewhere else ()
         yield Finding(used.lineno, "trap", message, edits)
 
 
