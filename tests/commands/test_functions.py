@@ -47,7 +47,7 @@ def test_importing_horovod_gives_dualtrain_hvd_and_ranks_share_a_world(monkeypat
         return hvd.__name__, hvd.rank(), hvd.allreduce(torch.ones(1) * scale * (hvd.rank() + 1), op=hvd.Sum).item()
 
     monkeypatch.setenv("HOROVOD_RANK", "7")  # must not reach the ranks
-    monkeypatch.setattr(sys, "path", [Path("no text"), *sys.path])
+    monkeypatch.setattr(sys, "path", [Path("no text"), *sys.path])  # Python ignores entries that are not str
     assert run(total, (2,), nproc=2) == [("dualtrain.hvd", rank, 6.0) for rank in range(2)]
 
 
@@ -140,7 +140,7 @@ def test_a_rank_failed_error_can_be_pickled():
         (lambda: ValueError("\n two\n lines"), "ValueError: two lines"),
     ],
 )
-def test_exits_exceptions_of_several_lines_and_those_that_cannot_be_unpickled_are_reported(error, said):
+def test_sys_exit_and_exceptions_that_have_several_lines_or_cannot_be_unpickled_are_reported(error, said):
     def broken():
         raise error()
 
@@ -268,7 +268,8 @@ def test_an_interrupt_ends_the_ranks(tmp_path):
         wait_until(lambda: (tmp_path / "pid").exists())
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    # A shell starts background jobs with SIGINT ignored. Pytest may be such a job, so set Python's default handler.
+    # A shell without job control starts background jobs with SIGINT ignored. Pytest may be such a job, so set Python's
+    # default handler.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     thread = threading.Thread(target=interrupt)
     thread.start()
