@@ -661,7 +661,8 @@ CASES = [
     ),
     (
         "schedule_on_some_ranks",  # no finding if it is unknown when the second broadcast of optimizer state runs
-        f"{STEPPED}hvd.broadcast_optimizer_state(o, 0)\ndef epoch():\n{EPOCH_STEP}",
+        f"{STEPPED}hvd.broadcast_optimizer_state(o, 0)\nhvd.broadcast_optimizer_state(o, 0)\ndef epoch():\n{EPOCH_STEP}"
+        "def send():\n    hvd.broadcast(n, 0)",
         f"{STEPPED}hvd.broadcast_optimizer_state(o, 0)\ndef epoch():\n{EPOCH_STEP}"
         "def send():\n    hvd.broadcast_optimizer_state(o, 0)",
     ),

@@ -119,9 +119,9 @@ def sends_rate(source: Source, step: ast.Call) -> bool:
     """Return whether the program may send rank 0's learning rate to the other ranks after ``step``, a schedule's step.
 
     True if a broadcast of the optimizer's state, or one that mentions a rate or a schedule, may run after ``step``. If it
-    is unknown when a broadcast runs (:func:`_may_repeat`), it counts only if it mentions a rate or a schedule, or if the
-    file has several broadcasts of optimizer state: a single one is usually before the first step. A broadcast in another
-    file counts only if it mentions a rate or a schedule.
+    is unknown when a broadcast runs (:func:`_may_repeat`), it counts only if it mentions a rate or a schedule, or if it is
+    one of several broadcasts of optimizer state in the file: a single one is usually before the first step. A broadcast in
+    another file counts only if it mentions a rate or a schedule.
     """
     later = set(nodes_after_or_repeated(source, step))
     schedule = ast.unparse(step.func.value) if isinstance(step.func, ast.Attribute) else ""
@@ -134,8 +134,9 @@ def sends_rate(source: Source, step: ast.Call) -> bool:
             if file is not source:
                 found = named
             else:
-                found = call in later and (named or call in states)
-                found = found or ((named or len(states) > 1) and _may_repeat(source, call, makers))
+                sends_state = call in states
+                found = call in later and (named or sends_state)
+                found = found or ((named or (sends_state and len(states) > 1)) and _may_repeat(source, call, makers))
             if found:
                 return True
     return False
