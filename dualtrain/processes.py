@@ -38,7 +38,7 @@ _starters: set[int] = set()
 #: Multiprocessing's temporary folders, by the ids of the processes that have made them; ``None`` for processes that use
 #: the folder of their parent process.
 _folders: dict[int, str | None] = {}
-#: Program that removes a folder when the process that writes to its standard input has ended.
+#: Program that removes a folder when the process that holds the write end of its standard input has ended.
 _REMOVAL = "import shutil, sys; sys.stdin.read(); shutil.rmtree(sys.argv[1], ignore_errors=True)"
 
 
@@ -107,15 +107,15 @@ def start_forkserver(preload: Sequence[str]) -> None:
 def hide_lost_starts() -> None:
     """Make this fork server print no traceback if a rank is killed while it starts a worker.
 
-    The worker then cannot read all that it was to get from the rank, and exits. Call this in a module that the fork server
-    preloads.
+    The worker then cannot read all the data that it needs from the rank, and exits. Call this in a module that the fork
+    server preloads.
     """
     earlier = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         codes = [frame.f_code for frame, _ in traceback.walk_tb(trace)]
-        # In this function, which is private, these errors mean that the pipe from the rank has ended too early. Errors in
-        # the user's own methods of unpickling have more frames.
+        # If ``spawn._main``, a private function, raises one of these errors itself, the pipe from the rank has ended too
+        # early. Errors in the user's own methods of unpickling have more frames.
         cut_off = codes[-1:] == [spawn._main.__code__]
         if not (cut_off and isinstance(error, EOFError | pickle.UnpicklingError)):
             earlier(kind, error, trace)
@@ -137,7 +137,10 @@ def kill_forkserver() -> None:
 
 
 def begin_worker() -> None:
-    """Make this worker process ignore the job's signals, and exit when its parent exits or gives it up."""
+    """Make this worker process ignore the job's signals, and exit when its parent exits.
+
+    It also exits if the parent frees the worker's ``Process`` object, which closes the parent's end of their pipe.
+    """
     for number in JOB_SIGNALS:
         if signal.getsignal(number) == signal.SIG_IGN:
             continue  # as under nohup: programs that the worker starts must ignore the signal too
@@ -168,17 +171,17 @@ def _start_folder_removal() -> None:
     inherited = config.get("tempdir") is not None and not _made_folder()
     folder = None if inherited else util.get_temp_dir()
     if folder is not None:
-        ours, theirs = os.pipe()  # this process never closes ``theirs``: the program ends after it
+        read_end, write_end = os.pipe()  # this process keeps ``write_end`` open until it ends; then the program continues
         try:
             # In isolated mode (-I), Python imports no modules of the user's folders.
             command = [spawn.get_executable(), "-I", "-S", "-c", _REMOVAL, folder]
             null = subprocess.DEVNULL
-            _start_apart(command, stdin=ours, stdout=null, stderr=null)
+            _start_apart(command, stdin=read_end, stdout=null, stderr=null)
         except OSError:
-            os.close(theirs)
+            os.close(write_end)
             raise
         finally:
-            os.close(ours)
+            os.close(read_end)
     _folders[os.getpid()] = folder
 
 
@@ -229,8 +232,8 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 @contextmanager
 def _own_session() -> Iterator[None]:
     """Start the resource tracker in a session, and so a process group, of its own."""
-    # Private in Python 3.10 to 3.13: multiprocessing has no option for the session of a process. Replace the module in the
-    # tracker only, since other threads may start processes by ``util.spawnv_passfds`` at the same time.
+    # ``resource_tracker.util`` is private in Python 3.11 to 3.13: multiprocessing has no option for a process's session.
+    # Replace ``util`` in this module only, since other threads may call ``util.spawnv_passfds`` at the same time.
     module: Any = resource_tracker
     module.util = SimpleNamespace(**{**vars(util), "spawnv_passfds": _spawn_in_own_session})
     try:

@@ -53,7 +53,7 @@ class Refusals:
     their weights then differ. This holds for any dtype and number of ranks. If the sum is NaN, the ranks compare in another
     call whether they have reasons, whether their numbers of steps are odd, and whether they are in a step. If a hook has
     changed a parameter on a rank, they compare that parameter in one more call. A rank without shards sends no flag. If
-    there is such a rank, the ranks make the first call in every exchange.
+    there is such a rank, the ranks compare reasons and steps in every exchange.
 
     Attributes:
         flag: a tensor of one number, sent with the last bucket.
@@ -61,13 +61,14 @@ class Refusals:
             ``hooks.known``; ``None`` for no check.
         allows_copies: True if the param_groups may contain such parameters, as long as backward computes no gradients for
             them. Examples are the float32 copies of float16 parameters that apex makes.
-        hooks: the reducer's parameters.
+        hooks: the reducer's parameters and their hooks.
         steps: the number of steps that the optimizer has taken on this rank, with the current backend.
         has_idle_ranks: True if some ranks have no shards (parts of the global batch).
         in_step: True while an optimizer's step averages the gradients, because nothing before it has done so.
         ranks_in_step: the ranks on which the last exchange was part of a step, while it was part of backward or
-            ``synchronize()`` on this rank. Those ranks use the averages unchanged. Empty with gradients on a GPU, unless
-            the CPU waits for the exchange or some ranks have no shards.
+            ``synchronize()`` on this rank. Those ranks use the averages unchanged, so this rank must not change them either
+            (``step_check.py``). Empty with gradients on a GPU, unless the CPU waits for the exchange or some ranks have no
+            shards.
         dropped: True after :meth:`drop_gradients`, until the program calls ``zero_grad`` or a parameter has a gradient.
         changed: the parameters that hooks of the program have changed in backward.
         sent_dropped: True during an optimizer step that ends an exchange of which a part was sent before the program called
@@ -210,7 +211,7 @@ class Refusals:
         self._states = None
 
     def clear_flag(self) -> None:
-        """Set the flag to 0, for each shard of this rank in a step except the last. For the last, see :meth:`set_flag`."""
+        """Set the flag to 0, for a shard that is not this rank's last in a step. :meth:`set_flag` is for the last shard."""
         self.flag.zero_()
 
     def flagged(self, backend: Backend, buckets: Sequence[Bucket], cpu_waits: bool) -> bool:
@@ -251,8 +252,8 @@ class Refusals:
                 self.changed.compare(backend, self.hooks.slots)
             self._states = states
         if not self.in_step:
-            others = zip(backend.members, self._states, strict=True)
-            self.ranks_in_step = [rank for rank, state in others if state & 4 and rank != backend.job_rank]
+            by_rank = zip(backend.members, self._states, strict=True)
+            self.ranks_in_step = [rank for rank, state in by_rank if state & 4 and rank != backend.job_rank]
         outcomes = {state % 4 for state in self._states}
         return 2 in outcomes or len(outcomes) > 1 or self.changed.reason is not None
 

@@ -20,7 +20,7 @@ class Executor:
     """Executes matched calls.
 
     Args:
-        backend: the world.
+        backend: the backend of all ranks.
         channels: this rank's channels.
         timeline: records the start and end of each call, except calls that open channels or change process sets.
 
@@ -50,7 +50,8 @@ class Executor:
                 self._channels.sets[message["new_set"]] = group
             return message["new_set"]
         if kind == "remove_process_set":
-            group = self._channels.sets.pop(message["ranks"][0], None)
+            [number] = message["ranks"]  # in this kind of call, the number of the process set
+            group = self._channels.sets.pop(number, None)
             if group is not None:
                 group.close()
             return True
