@@ -1,8 +1,8 @@
 """The backend that users call: collective operations, groups, sums of gradients. Written once for all libraries.
 
-The libraries' backends (``torch.py``, ``horovod.py``) implement only the primitives (``base.py``). The calls use these
-primitives, and add averages, further dtypes, tensors with any strides, unequal sizes, objects, barriers, groups and the
-asynchronous forms. Each call first checks that all ranks make the same call. ``movement.py``, ``reductions.py`` and
+The libraries' backends (``torch.py``, ``horovod.py``) implement only the primitives (``base.py``). The calls of ``Backend``
+use these primitives, and add averages, further dtypes, tensors with any strides, unequal sizes, objects, barriers, groups
+and the asynchronous forms. Each call first checks that all ranks make the same call. ``movement.py``, ``reductions.py`` and
 ``object_calls.py`` have the calls that send data.
 """
 
@@ -208,7 +208,7 @@ class Backend(Reductions, ObjectCalls):
     def close(self) -> None:
         """Wait for outstanding calls, then leave the world. May be called again. Other ranks need not call it.
 
-        With Horovod, this shuts Horovod down on all ranks. If some ranks still use a group, call ``barrier`` before.
+        With Horovod, this shuts Horovod down on all ranks. If some ranks still use a group, call ``barrier`` first.
         In a process that was forked from the rank, this only makes later calls in that process fail.
         """
         if not self._open:

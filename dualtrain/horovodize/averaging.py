@@ -90,7 +90,7 @@ def synchronizing_functions(file: Source) -> set[str]:
 
 
 def _with_callers(functions: set[str], called: Sequence[tuple[str, set[str]]]) -> set[str]:
-    """Return ``functions`` and those that call them, also indirectly. ``called`` is (function, names that it calls)."""
+    """Return ``functions`` and those that call them, also indirectly. ``called``: pairs (function, names that it calls)."""
     found = functions
     while more := {name for name, names in called if names & found} - found:
         found = found | more

@@ -245,7 +245,7 @@ def test_a_kept_gradient_whose_data_was_conjugated_holds_the_average(typical):
 
 
 def conjugates_data(backend):
-    """Assign its conjugate to the ``.data`` of an averaged gradient; then average new gradients."""
+    """Assign the conjugate of an averaged gradient to its ``.data``; then average new gradients."""
     p = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     reducer = GradientReducer([("p", p)], backend)
     for _ in range(2):

@@ -15,7 +15,7 @@ def wrapped(hvd, lr=1.0, name="p"):
 
 
 def uneven_backwards(backend, kind):
-    """Run one or two backward passes per rank. Every step has one exchange.
+    """In each step, run one or two backward passes on each rank, and one exchange.
 
     If ``kind`` is "some" or "alternating", only one rank has a gradient of ``b``.
     """

@@ -82,7 +82,7 @@ class Contender:
         raise NotImplementedError
 
     def trainer(self, steps: int) -> dict[str, float]:
-        """Return the median seconds per step, of ``steps`` steps, on the workload ``empty``, a model of 2 weights.
+        """Measure ``steps`` steps of the workload ``empty``, a model of 2 weights; return the median seconds per step.
 
         The keys of the result are "by hand" (for a plain loop) and "trainer" (for the library's trainer).
         """

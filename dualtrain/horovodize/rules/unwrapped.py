@@ -131,6 +131,8 @@ def _unused_wrappers(source: Source) -> Iterator[tuple[str, str, ast.Call]]:
 
     - wrappers that their function perhaps makes several times, or not at all (:func:`_is_certain`);
     - wrappers that get the name of the original optimizer;
+    - wrappers whose original optimizer is not in a variable, is an argument of the function around the call, or is in a
+      variable that may hold the wrapper too (:func:`_holds_wrapper`);
     - wrappers in a list or dictionary, because any use of the list or dictionary may step them.
     """
     for name, wrap in source.wraps:
@@ -245,7 +247,7 @@ def never_wrapped(source: Source) -> Iterator[Finding]:
 
 
 def _is_broadcast_before(source: Source, optimizer: ast.Call, steps: list[ast.Call]) -> bool:
-    """Return whether the model of the new ``optimizer`` is broadcast in its function, not in a loop, never after a step."""
+    """Return whether the model of ``optimizer`` is broadcast in the same function, not in a loop, never after a step."""
     parts = (node for value in given_values(optimizer) for node in ast.walk(value) if isinstance(node, ast.expr))
     models = [model for part in parts if (model := owner_of(part, "parameters", "named_parameters"))]
     sent = [
