@@ -59,9 +59,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     - Several wrapped optimizers have the changed parameters.
     - GradScaler's ``step`` averages the gradients, after every rank has called ``unscale_``.
 
-    Hooks of parameters may change them in the same way on all ranks (clamp them, for example). If a hook updates its
-    parameter on the CPU with this rank's own gradient, so that the ranks' values differ, one of the first backward passes
-    raises BackendError.
+    Hooks of parameters may change them in the same way on all ranks (clamp them, for example). If a hook that runs after
+    its gradient is accumulated updates a parameter on the CPU with this rank's own gradient, so that values that were
+    equal on all ranks differ, one of the first backward passes raises BackendError.
 
     Parameters may be frozen and unfrozen on all ranks. Unfreeze them before :meth:`zero_grad`. Otherwise, a backward that
     reaches only newly unfrozen parameters does not average their gradients; ``step()`` averages them.

@@ -391,6 +391,7 @@ class GradientReducer:
         self._exchange.forget()
         self._step_check.record([])
         refusals = self._exchange.refusals
+        refusals.changed.clear()
         refusals.dropped = refusals.sent_dropped = False
         refusals.steps = 0  # a rank that is new on this backend has taken none
         self._seen, self._dropped, self._ending, self._refused_pass = 0, False, None, False
@@ -419,7 +420,7 @@ class GradientReducer:
         if slot.steps is not None and slot.steps != exchange.refusals.steps:
             return  # a hook of the program that runs before this one has stepped, with the average of this gradient
         exchange.reduced, self.has_local = False, True
-        if len(slot.param._post_accumulate_grad_hooks) > 1:
+        if slot.node_hooks or len(slot.param._post_accumulate_grad_hooks) > 1:
             exchange.refusals.changed.watch(slot, exchange.schedule.round)
         running = self._is_running
         if self._paused:

@@ -52,7 +52,7 @@ class Refusals:
     The sum of the flags is NaN if a rank has sent NaN, or if the number of steps is odd on some ranks and even on others:
     their weights then differ. This holds for any dtype and number of ranks. If the sum is NaN, the ranks compare in another
     call whether they have reasons, whether their numbers of steps are odd, and whether they are in a step. If a hook has
-    changed a parameter on a rank, they compare that parameter in one more call. A rank without shards sends no flag. If
+    changed a parameter on a rank, they compare the parameters in one more call. A rank without shards sends no flag. If
     there is such a rank, the ranks compare reasons and steps in every exchange.
 
     Attributes:
@@ -205,7 +205,7 @@ class Refusals:
     def set_flag(self, buckets: Sequence[Bucket], cpu_waits: bool) -> None:
         """Set the flag that is about to be sent; for ``cpu_waits``, see :meth:`flagged`."""
         self.changed.reason = None
-        compares = (self.flag.is_cpu or cpu_waits) and (self.in_step or bool(self.changed.names()))
+        compares = (self.flag.is_cpu or cpu_waits) and (self.in_step or self.changed.has_changes())
         nan = compares or self.reason(buckets) is not None
         self.flag.fill_(math.nan if nan else math.inf if self.steps % 2 else -math.inf)
         self._states = None
@@ -246,7 +246,7 @@ class Refusals:
         if self._states is None:
             backend.drain()
             mine = 2 if refuses else self.steps % 2
-            mine += 8 * bool(self.changed.names()) + 4 * self.in_step
+            mine += 8 * self.changed.has_changes() + 4 * self.in_step
             states = agree(backend, Call("refusals of gradients"), mine)
             if any(state & 8 for state in states):
                 self.changed.compare(backend, self.hooks.slots)

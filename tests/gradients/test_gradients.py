@@ -846,6 +846,59 @@ def test_hooks_may_make_the_same_change_to_parameters_on_every_rank(first):
     assert all(map(torch.equal, *results))
 
 
+def updates_by_hand_in_a_node(backend):
+    model = perceptron()
+    weight = model[0].weight
+    node = torch.autograd.graph.get_gradient_edge(weight).node
+    node.register_hook(lambda *_: descend(weight))
+    optimizer = sgd(model, backend)
+    vector_loss(model, backend.rank).backward()
+    optimizer.close()
+
+
+def test_updates_by_hand_in_hooks_of_autograd_nodes_are_refused_too():
+    with pytest.raises(BackendError, match=r"parameter '0\.weight' was changed in backward, and now differs"):
+        run_threads(2, updates_by_hand_in_a_node)
+
+
+def clamps_different_weights(backend):
+    model = perceptron()
+    with torch.no_grad():
+        model[0].weight.add_(0.01 * backend.rank)
+    model[0].weight.register_post_accumulate_grad_hook(clamp)
+    optimizer = sgd(model, backend)
+    vector_loss(model, backend.rank).backward()
+    optimizer.step()
+
+
+def test_hooks_may_change_parameters_that_differed_between_the_ranks_before():
+    run_threads(2, clamps_different_weights)
+
+
+def frees_weights(backend):
+    """Free a parameter's memory in its hook, and load the parameter before the step, as offloading does."""
+    model = perceptron()
+    weight = model[0].weight
+    optimizer = sgd(model, backend)
+    storage, saved = weight.untyped_storage(), weight.detach().clone()
+    size = storage.size()
+
+    def free(_):
+        storage.resize_(0)
+
+    weight.register_post_accumulate_grad_hook(free)
+    vector_loss(model, backend.rank).backward()
+    storage.resize_(size)
+    weight.data.copy_(saved)
+    optimizer.step()
+    return weight.detach().clone()
+
+
+def test_hooks_may_free_the_memory_of_parameters():
+    first, second = run_threads(2, frees_weights)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+
+
 def drops_in_backward(backend):
     """On one rank, let a hook call zero_grad() before backward has reached all parameters."""
     model = perceptron()
