@@ -91,8 +91,9 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, backend: Backend
 def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load a ``state_dict()``. Keep its dtypes, and keep the dicts that ``optimizer.param_groups`` consists of.
 
-    State tensors that have the parameter's shape get its strides (channels_last, for example), which files do not keep:
-    steps with ``fused=True`` read the memory of both in the same order, whatever the strides are.
+    In groups with torch's option ``foreach``, state tensors that have the parameter's shape get its strides (channels_last,
+    for example), which files do not keep: steps with ``fused=True`` read the memory of both in the same order, whatever the
+    strides are. Other optimizers may need other strides: for views of a flat buffer, for example.
 
     ``optimizer.load_state_dict`` alone casts state to the parameter's dtype, so the float32 moments of bfloat16
     parameters would lose bits. It also replaces the parameter groups by new dicts. If a scheduler belongs to
@@ -107,32 +108,32 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
             group.update(loaded)
     optimizer.param_groups[:] = groups
     numbers = [number for group in state["param_groups"] for number in group["params"]]
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, p in zip(numbers, params, strict=True):
+    params = [(p, p if "foreach" in group else None) for group in optimizer.param_groups for p in group["params"]]
+    for number, (p, like) in zip(numbers, params, strict=True):
         if number in state["state"] and p in optimizer.state:
-            optimizer.state[p] = _restored(optimizer.state[p], state["state"][number], p)
+            optimizer.state[p] = _restored(optimizer.state[p], state["state"][number], like)
 
 
-def _restored(loaded: Any, source: Any, p: torch.Tensor) -> Any:
-    """Return ``loaded``, the state of ``p``, with the dtypes of ``source`` and the strides of ``p``.
+def _restored(loaded: Any, source: Any, like: torch.Tensor | None) -> Any:
+    """Return ``loaded``, a parameter's state, with the dtypes of ``source`` and, if given, the strides of ``like``.
 
     Where dtypes differ, take ``source``'s tensor, copied to the device of the loaded tensor.
     """
     if isinstance(loaded, torch.Tensor) and isinstance(source, torch.Tensor):
-        same = loaded.dtype == source.dtype
-        return _with_strides(loaded if same else source.detach().to(loaded.device, copy=True), p)
+        result = loaded if loaded.dtype == source.dtype else source.detach().to(loaded.device, copy=True)
+        return result if like is None else _with_strides(result, like)
     if isinstance(loaded, dict) and isinstance(source, dict):
         for key in loaded.keys() & source.keys():
-            loaded[key] = _restored(loaded[key], source[key], p)
+            loaded[key] = _restored(loaded[key], source[key], like)
     elif isinstance(loaded, list) and isinstance(source, list) and len(loaded) == len(source):
-        loaded[:] = [_restored(each, other, p) for each, other in zip(loaded, source, strict=True)]
+        loaded[:] = [_restored(each, other, like) for each, other in zip(loaded, source, strict=True)]
     return loaded
 
 
 def _with_strides(tensor: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``, or a copy with the strides that ``torch.zeros_like(p)`` has if the shapes are equal."""
     plain = type(tensor) is torch.Tensor and tensor.layout is p.layout is torch.strided
-    if not plain or tensor.shape != p.shape or tensor.stride() == p.stride():
+    if not plain or tensor.shape != p.shape or tensor.stride() == dense_strides(p):
         return tensor
     return torch.empty_strided(p.shape, dense_strides(p), dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
 

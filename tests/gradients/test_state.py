@@ -206,6 +206,30 @@ def test_loaded_state_gets_the_strides_of_its_parameter():
     assert torch.equal(models[0].weight, models[1].weight)
 
 
+class FlatSum(torch.optim.Optimizer):
+    """Descends along the sum of all gradients; its state consists of contiguous views of one buffer."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        params = self.param_groups[0]["params"]
+        self.buffer = torch.zeros(sum(p.numel() for p in params))
+        for p, part in zip(params, self.buffer.split([p.numel() for p in params]), strict=True):
+            self.state[p]["sum"] = part.view(p.shape)
+
+    def load_state_dict(self, state_dict):
+        for p, entries in zip(self.param_groups[0]["params"], state_dict["state"].values(), strict=True):
+            self.state[p]["sum"].copy_(entries["sum"])
+
+
+def test_state_in_views_of_a_buffer_stays_there():
+    model = nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last)
+    optimizer = FlatSum(model.parameters())
+    saved = copy.deepcopy(optimizer.state_dict())
+    state.load_optimizer_state(optimizer, saved)
+    optimizer.buffer.fill_(1)
+    assert all(entries["sum"].eq(1).all() for entries in optimizer.state.values())
+
+
 def single_elements(backend):
     tensors = [torch.full((4,), float(backend.rank))[::4]]
     broadcast_parameters(tensors, backend)
