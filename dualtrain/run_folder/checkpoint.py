@@ -204,7 +204,7 @@ def newest_good(folder: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def problem_of_name(path: Path, tree: dict[str, Any], step: int) -> str:
-    """Return what is wrong if the checkpoint ``tree`` in the file ``path`` holds another step than ``step``, else "".
+    """Return an error text if ``tree``, read from the file ``path``, is not the checkpoint of ``step``; else return "".
 
     Return "" also if the tree has no cursor: ``compare_with_checkpoint`` (``training/resume.py``) refuses such a file.
     """
@@ -214,10 +214,10 @@ def problem_of_name(path: Path, tree: dict[str, Any], step: int) -> str:
     return f"checkpoint {str(path)!r} holds step {cursor.get('step')}, unlike its name: remove it"
 
 
-def set_aside(folder: Path, step: int, lock: FolderLock, *, has_best: bool) -> None:
+def put_later_aside(folder: Path, step: int, lock: FolderLock, *, has_best: bool) -> None:
     """Rename all checkpoints of steps after ``step``: they are kept, but no run resumes from them.
 
-    If there is no best evaluation up to ``step`` (``has_best``), rename ``BEST`` even if it cannot be read now.
+    If ``has_best`` is false, there is no best evaluation up to ``step``: rename ``BEST`` even if it cannot be read now.
 
     Raises OSError, SupersededError.
     """

@@ -241,7 +241,7 @@ def set_aside(folder: Path, cursor: Cursor, lock: FolderLock) -> None:
     lock.check()
     step = cursor.step
     remove_temporary(folder / "checkpoints", _CHECKPOINTS)
-    checkpoint.set_aside(folder / "checkpoints", step, lock, has_best=bool(cursor.best))
+    checkpoint.put_later_aside(folder / "checkpoints", step, lock, has_best=bool(cursor.best))
     weights = folder / BEST_WEIGHTS
     best_step = step_of(weights)
     unreadable = best_step is None and not cursor.best and os.path.lexists(weights)

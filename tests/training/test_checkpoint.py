@@ -184,9 +184,9 @@ def test_exactly_the_checkpoints_after_a_step_are_set_aside(tmp_path):
         checkpoint.write(checkpoint.path_of(tmp_path, step), {"cursor": {"step": step}})
     checkpoint.write(tmp_path / checkpoint.BEST, {"cursor": {"step": 3}, "best": True})
     before = checkpoint.with_best(tmp_path)
-    checkpoint.set_aside(tmp_path, 3, FolderLock(), has_best=False)
+    checkpoint.put_later_aside(tmp_path, 3, FolderLock(), has_best=False)
     assert checkpoint.with_best(tmp_path) == before
-    checkpoint.set_aside(tmp_path, 2, FolderLock(), has_best=True)
+    checkpoint.put_later_aside(tmp_path, 2, FolderLock(), has_best=True)
     assert sorted(checkpoint.with_best(tmp_path).values()) == [1, 2]
     assert {path.name for path in tmp_path.glob("*.aside*")} == {
         "step-00000003.safetensors.aside",
