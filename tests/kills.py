@@ -105,7 +105,7 @@ def job(folder: Path, kill: tuple[int, str, int], *flags: str) -> list[Completed
         victim = kill[0]
         if kill[1] in ONCE:
             # Before the watch (backends/watch.py) has started, ranks cannot detect a failed rank: send the signal that a
-            # launcher would send. In the phase "end" the signal is not needed, and has no effect.
+            # launcher would send. In the phase "end" the signal is not needed: the watch reports the failed rank.
             ranks[victim].wait(SECONDS)
             ranks[1 - victim].send_signal(signal.SIGTERM)
         return [rank.wait_and_kill(SECONDS) for rank in ranks]

@@ -125,14 +125,14 @@ def test_every_rank_gets_an_error_after_a_comparison_timed_out_on_one_rank():
     run_threads(2, comparison_times_out)
 
 
-def call_of_one_rank_is_interrupted(backend):
+def call_in_a_world_of_one_rank_is_interrupted(backend):
     with interrupt_before(backend, "exchange_call"), pytest.raises(KeyboardInterrupt):
         backend.barrier()
     backend.barrier()
 
 
 def test_a_world_of_one_rank_goes_on_after_an_interrupt():
-    run_threads(1, call_of_one_rank_is_interrupted)
+    run_threads(1, call_in_a_world_of_one_rank_is_interrupted)
 
 
 def scaling_is_interrupted(backend, tree):
@@ -237,7 +237,10 @@ def test_after_an_interrupted_step_several_ranks_refuse_a_step_until_load_state_
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_step_that_was_interrupted_at_its_end_is_refused_too(fails):
-    """With ``fails``, the wrapped step is interrupted first."""
+    """Interrupt the wrapper's first assignment to its attributes after the wrapped step: it records how the step ended.
+
+    With ``fails``, interrupt the end of the wrapped step too.
+    """
     ended, set_attribute = [], DistributedOptimizer.__setattr__
 
     def interrupt(self, name, value):

@@ -165,14 +165,14 @@ def test_the_number_of_starts_of_a_job_is_limited(tmp_path):
         job.start()
 
 
-RANK = "import sys, time; print('--resume auto: resuming from step 46, since', flush=True); time.sleep(60)"
+RANK_PROGRAM = "import sys, time; print('--resume auto: resuming from step 46, since', flush=True); time.sleep(60)"
 
 
 @pytest.fixture
 def running_job(tmp_path):
     """Yield a running job. Its only process looks like rank 1."""
     job = Job(tmp_path / "run", [], 2, horovod=False, restarts=0)
-    job._command = ["env", "RANK=1", sys.executable, "-c", RANK, "dualtrain.main"]
+    job._command = ["env", "RANK=1", sys.executable, "-c", RANK_PROGRAM, "dualtrain.main"]
     job.start()
     try:
         assert wait_until(lambda: bool(job.starts()) or job.status() is not None)
