@@ -249,7 +249,8 @@ def _leave_on_signal(reported: threading.Event, number: int, frame: FrameType | 
     this rank as failed.
     """
     if not isinstance(sys.exc_info()[1], StoppedError):  # after a StoppedError, the run is saved, and is about to end
-        remove_own_folder()  # a container may end with this process, before the program that removes it otherwise
+        # Do not leave this to the program that processes.py has started: a container may end with this process.
+        remove_own_folder()
         reported.wait(0.9)  # mpirun sends SIGKILL after one second
         os._exit(128 + number)
 

@@ -181,7 +181,7 @@ def _obstacle() -> str | None:
 def http_store(
     host: str, serving: bool, share: Callable[[str | None], str], wait_for_all: Callable[[], None]
 ) -> Iterator[str]:
-    """Serve Horovod's key-value store if ``serving``. On all ranks, yield its address, and set the variables with it.
+    """Serve Horovod's key-value store if ``serving``. On all ranks, set Horovod's variables to its address, and yield it.
 
     ``share`` sends the server's address from the serving rank to the others; ``wait_for_all`` blocks until all ranks have
     used the server. Each start of Horovod and each new process set needs a new server: a used server still has earlier

@@ -13,8 +13,8 @@ from dualtrain.report.document import text
 
 WIDE, NARROW = 760, 360  # widths of the chart in pixels; the narrow chart has the names above the intervals
 REFERENCES = ("hvd-gloo", "hvd-mpi", TUNED, "plain")  # the reference is the first of these that was measured
-LEFT_OUT = {AGAIN, "alone"}  # the second run of tuned DDP, and the loop without communication
-SKIPPED = ("empty",)  # the empty model is not a realistic workload
+LEFT_OUT = {AGAIN, "alone"}  # contenders that are left out: tuned DDP's second run, and the loop without communication
+SKIPPED = ("empty",)  # workloads that are left out: the empty model is not realistic
 TICKS = (1, 2, 0.5, 1.5, 3, 5, 10, 0.75, 0.25, 0.1, 30, 100)  # ratios on the axis, the most important first
 LABELS, VALUES, EDGE = 250, 130, 12  # smallest width of the names, width of the values, width of the margin
 LETTER = 7.2  # mean width of a letter in bold

@@ -36,7 +36,8 @@ LAYOUTS = (*(Layout(1, ranks) for ranks in (2, 4, 8, 16, 32)), Layout(2, 4), Lay
 MOST_RANKS = 1024
 MOST_NODES = 64
 SHORT_BYTES = 4096
-#: Jobs of ``worker.py``. The results of ``scale`` are all measures except ``layers20``, each with its own name as ``job``.
+#: Jobs of ``worker.py``. The job ``scale`` gives one result for each measure except ``layers20``. Such a result has the
+#: measure's name as its ``job``.
 JOBS = ("scale", "layers20")
 #: Description of each measure, by the name that ``worker.py`` uses.
 MEASURES = {

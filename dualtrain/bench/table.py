@@ -85,7 +85,7 @@ def _sweep(results: Results) -> Iterator[str]:
 
 
 def remarks(results: Results, rows: Sequence[Row], targets: bool) -> Iterator[str]:
-    """Yield the remarks below the table: method, missing contenders, failures, different weights and verdicts."""
+    """Yield the remarks below the table: method, missing contenders, failures, weights that differ, and verdicts."""
     several = [row.found for row in rows if row.found.pairs > 1]  # one value has no interval
     levels = {found.pairs: f"{100 * found.level:.1f} % ({rounds_of(found.pairs)})" for found in several}
     if rows:

@@ -1,7 +1,7 @@
 """One rank of one contender: join the world, measure the jobs, and print each result as one line.
 
 ``start_contender.py`` runs this module as a program, and ``forked_ranks.py`` calls :func:`main`. The module imports as
-little of dualtrain as possible before the first step: the start time of every contender includes these imports.
+little of dualtrain as possible before the first step: the time from launch to first step includes these imports.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def enter(output: OutputSection, name: str, lock: FolderLock, timeout: float) ->
         if output.resume == AUTO or seen is not None or (folder / "config.json").exists():
             lock.take(folder, timeout / 2, waits=restart or output.resume is not None)
             lock.check()
-            remove_temporary(folder, _NAMES)  # here, since nothing claims the folder of a run that has ended
+            remove_temporary(folder, _NAMES)  # here too: claim() is not called if the run has ended
     may_resume = output.resume is None or (output.resume_file is not None and _has_checkpoints(folder))
     return str(folder), AUTO if lock.restarted and may_resume else output.resume
 

@@ -54,7 +54,8 @@ class Precision:
         self._device_type = device.type
         self._dtype = DTYPES.get(amp)
         self.scaler = torch.amp.GradScaler(device.type, enabled=amp == "fp16")
-        # Create the scale tensor now: a rank without samples in the first step does not call scale() in that step.
+        # Create the scale tensor now, because unscale_() needs it: a rank without samples in the first step does not call
+        # scale() in that step.
         self.scaler.scale(torch.zeros(1, device=device))
 
     def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

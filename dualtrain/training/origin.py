@@ -22,8 +22,8 @@ _GIT_SECONDS = 3.0  # a huge work tree on a slow disk must not delay the start o
 def origin_of(backend: Backend, folder: Path) -> dict[str, Any]:
     """Return the origin of a run as a dict, for config.json and summary.json; equal on every rank. Collective; blocks.
 
-    It has the backend, transport, launcher and world size, each host's number of ranks, the time, and rank 0's device,
-    command, commit and versions. ``folder`` is the folder in which the run was started.
+    It has the backend, transport, launcher and world size, each host's number of ranks, the start time, and rank 0's
+    device, command, commit and versions. ``folder`` is the folder in which the run was started.
     """
     hosts = Counter(backend.allgather_object(socket.gethostname(), name="host name"))
     return on_rank_zero(backend, "origin of the run", lambda: {"hosts": dict(hosts), **_of_this_rank(backend, folder)})

@@ -34,7 +34,7 @@ def every_rank_reads_all(source: Source) -> Iterator[Finding]:
     for call in source.calls:
         if source.name(call.func) not in LOADERS or runs_on_driver(source, call) or not _loads_training_data(source, call):
             continue
-        # The name of ``**options`` is None. The options may contain a sampler.
+        # For ``**options``, ``word.arg`` is None. The options may contain a sampler.
         others = {word.arg for word in call.keywords} & {"batch_sampler", None}
         sampler = sampler_of(call)
         data = first_argument(call, "dataset")
