@@ -150,7 +150,8 @@ class Waits:
             return f"{late} {_missing_text(missing)}"
         elsewhere = "; ".join(f"rank {rank} in {waiting[rank][-1]}" for rank in others)
         cure = "make the same calls in the same order on every rank"
-        if len({waiting[rank][-1] for rank in (*others, self.job_rank) if waiting.get(rank)}) == 1:
+        same = len({waiting[rank][-1] for rank in (*others, self.job_rank) if waiting.get(rank)}) == 1
+        if same and not self.world.single_host:
             cure = f"check the network between the ranks' hosts, and {cure}"  # a broken link is the usual cause
         return f"{late} the other ranks, which wait too ({elsewhere}); {cure}"
 

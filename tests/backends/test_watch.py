@@ -17,7 +17,7 @@ import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from multiprocessing.pool import RemoteTraceback
 from unittest import mock
@@ -375,7 +375,8 @@ def test_ranks_that_wait_in_different_calls_are_named():
     run_threads(2, waits_elsewhere)
 
 
-def waits_in_the_same_call(backend):
+def waits_in_the_same_call(backend, local_size):
+    backend.world = replace(backend.world, local_size=local_size)
     backend.watch.report_wait("sum of 'a'")
     assert wait_until(lambda: len(backend.watch.waiting) == 2, 20)
     message = backend._timeout_message()
@@ -383,9 +384,10 @@ def waits_in_the_same_call(backend):
     return message
 
 
-def test_ranks_that_wait_in_the_same_call_are_told_to_check_the_network():
-    for said in run_threads(2, waits_in_the_same_call):
-        assert "in sum of 'a'); check the network between the ranks' hosts, and make the same calls" in said
+@pytest.mark.parametrize(("local_size", "cure"), [(1, "check the network between the ranks' hosts, and "), (2, "")])
+def test_ranks_that_wait_in_the_same_call_are_told_to_check_the_network_between_hosts(local_size, cure):
+    for said in run_threads(2, waits_in_the_same_call, local_size):
+        assert f"in sum of 'a'); {cure}make the same calls" in said
 
 
 def rank_0_hangs(backend):
