@@ -39,7 +39,7 @@ nproc=${mine:-${counts[0]}}
 # minutes.
 rendezvous=(--standalone --local-addr=localhost)
 if [ "${#names[@]}" -gt 1 ]; then
-  # Each host would meet itself at localhost, and wait for the others.
+  # If localhost comes first, each host meets itself and waits for the others. If not, each host takes localhost's number of ranks.
   if [[ $listed =~ \ (localhost|127\.[0-9.]+)\  ]]; then
     refuse "HOSTS=$HOSTS has several hosts, and ${BASH_REMATCH[1]} is another host on each of them: use the name $(hostname) for this host"
   fi
