@@ -61,11 +61,12 @@ class Rejoin:
     def _obstacle(self, store: KeyValueStore) -> str | None:
         """Wait for all ranks, and return why a rank does not join; ``None`` if all join."""
         deadline = time.monotonic() + self._timeout
-        for rank in range(self._size):
-            while not store.check([f"joins/{rank}"]):
-                if store.check(["ended"]):
-                    return f"rank {store.get('ended').decode()} has ended, so it cannot join again"
-                if time.monotonic() > deadline:
-                    return f"rank {rank} did not join again within {self._timeout:g} s"
-                time.sleep(_POLL_SECONDS)
-        return None
+        keys = [f"joins/{rank}" for rank in range(self._size)]
+        while time.monotonic() < deadline:
+            if store.check(keys):
+                return None
+            if store.check(["ended"]):
+                return f"rank {store.get('ended').decode()} has ended, so it cannot join again"
+            time.sleep(_POLL_SECONDS)
+        late = (rank for rank, key in enumerate(keys) if not store.check([key]))
+        return next((f"rank {rank} did not join again within {self._timeout:g} s" for rank in late), None)
