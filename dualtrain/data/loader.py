@@ -62,7 +62,8 @@ class LoaderSource(Source):
 
     def contents(self, numbers: Sequence[int]) -> Iterator[Any]:
         """See the base class. The samples are read in this process; only :meth:`stream` starts workers."""
-        read = getattr(self._reader, "contents", None) or (lambda number: _unwrap(self._reader.__getitems__(([number], 0))))
+        reader = _OneThread(self._reader)
+        read = getattr(self._reader, "contents", None) or (lambda number: _unwrap(reader.__getitems__(([number], 0))))
         return (read(number) for number in numbers)
 
     def stream(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Tensors]:

@@ -387,6 +387,7 @@ def test_samples_are_read_with_one_thread_with_and_without_workers(workers):
     torch.set_num_threads(2)
     try:
         assert next(source.stream([Batch(torch.arange(1))], CPU))[1].item() == 1
+        assert next(source.contents([0]))[1].item() == 1  # also if the sample is read for a comparison
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
