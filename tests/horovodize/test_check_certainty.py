@@ -258,6 +258,12 @@ CASES = [
         f"{WRAP}data = Pairs(torch.randn(9, generator=torch.Generator()))\nloader = {LOADER}",
     ),
     (
+        "every_rank_reads_all",  # no finding if only a split has a generator with a seed
+        f"{WRAP}data, _ = random_split(Pairs(x), [8, 1], generator=torch.Generator().manual_seed(1))\nloader = {LOADER}",
+        f"{WRAP}data, _ = random_split(Pairs(torch.randn(9)), [8, 1], generator=torch.Generator().manual_seed(1))\n"
+        f"loader = {LOADER}",
+    ),
+    (
         "events_of_all_ranks",  # a writer in a constructor; no finding if the object is made before hvd.init()
         f"from torch.utils.tensorboard import SummaryWriter\nclass T:\n    def __init__(self):\n"
         f"        self.w = SummaryWriter('runs')\n        {WRAP}        self.w.add_scalar('x', 1)\n{INIT}T()",

@@ -21,6 +21,8 @@ _MADE_BY_RANK = re.compile(
     r"rollout|collect(?!ions)|replay|(?<!from)buffer|(?<!in)memory|episode|trajector|simulat|self_?play|\benv\b",
     re.IGNORECASE,
 )
+#: Names of functions and methods that draw random numbers.
+_DRAWS = ("rand", "randn", "randint", "normal", "uniform", "random")
 
 
 _PARSES = re.compile(r"parse_(known_)?args$")
@@ -30,10 +32,9 @@ _SETTINGS = re.compile(r"(args?|cfg|conf|config|flags|hparams|hp|opts?|options|p
 
 def is_made_by_rank(source: Source, data: ast.expr, depth: int = 0) -> bool:
     """Return whether each process may make ``data`` itself: by random numbers without a seed, or by rollouts."""
-    text = ast.unparse(data)
-    draws = re.search(r"\b(rand|randn|randint|normal|uniform|random)\(", text)
-    seeded = "manual_seed(" in text or any(map(seeds_torch, source.files))
-    if _MADE_BY_RANK.search(text) or (draws and not seeded):
+    draws = [call for call in calls_in(data) if last_name(call.func) in _DRAWS]
+    unseeded = any("manual_seed(" not in ast.unparse(call) for call in draws) and not any(map(seeds_torch, source.files))
+    if unseeded or _MADE_BY_RANK.search(ast.unparse(data)):
         return True
     return depth < 4 and any(is_made_by_rank(source, value, depth + 1) for value in _definitions(source, data))
 
