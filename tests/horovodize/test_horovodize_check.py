@@ -1030,6 +1030,11 @@ CASES = [
         "o = torch.optim.SGD(p, 1)\nwith pytest.raises(ValueError):\n    hvd.DistributedOptimizer(o)\no.step()",
     ),
     (
+        "lost_wrapper",  # no finding in a with statement of the script's own that expects an exception
+        "o = torch.optim.SGD(p, 1)\nhvd.DistributedOptimizer(o)  # HERE\no.step()",
+        "o = torch.optim.SGD(p, 1)\nwith assert_fails():\n    hvd.DistributedOptimizer(o)\no.step()",
+    ),
+    (
         "accumulation_without_passes",  # a function of the script calls backward
         WRAP + "def backward(loss):\n    loss.backward()\nfor x in data:\n    for part in x:\n        backward(part)\n"
         "    optimizer.step()  # HERE",

@@ -21,7 +21,7 @@ def lost_wrapper(source: Source) -> Iterator[Finding]:
         name = ast.unparse(inner) if inner is not None else ""
         # In a ``try`` statement or ``with raises():``, the script may expect that the call fails.
         items = map(ast.unparse, source.with_items(call))
-        expected = any(source.around(call, ast.Try)) or any(re.search("(?i)raises|suppress", item) for item in items)
+        expected = any(source.around(call, ast.Try)) or any(re.search(_EXPECTS, item) for item in items)
         steps = [other for other in source.calls if isinstance(other.func, ast.Attribute) and other.func.attr == "step"]
         # optimizer.step() or scaler.step(optimizer)
         stepped = any(name in map(ast.unparse, (other.func.value, *other.args)) for other in steps)  # type: ignore[attr-defined]
@@ -31,6 +31,10 @@ def lost_wrapper(source: Source) -> Iterator[Finding]:
                 "the wrapper"
             )
             yield Finding(call.lineno, "trap", message)
+
+
+#: Words in the context managers of code that is expected to fail.
+_EXPECTS = "(?i)raises|suppress|expect|error|fail|except"
 
 
 def lost_by_function(source: Source) -> Iterator[Finding]:
