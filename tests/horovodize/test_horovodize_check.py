@@ -160,6 +160,24 @@ CASES = [
         "self.optimizer = hvd.DistributedOptimizer(o)\nself.optimizer._allreduce_grad_async = mine  # HERE",
         "self.optimizer = mine.DistributedOptimizer(o)\nself.optimizer._allreduce_grad_async = mine",
     ),
+    *(
+        (
+            "private_attribute",  # no finding before the optimizer is wrapped, or for another object of the same name
+            f"o = {made}\no = hvd.DistributedOptimizer(o)\no._groups  # HERE",
+            f"{code}o = hvd.DistributedOptimizer(o)",
+        )
+        for made, code in (
+            ("Mine(p)", "o = Mine(p)\no._groups\n"),
+            ("Holder()", "def f():\n    o = Holder()\n    o._groups\n"),
+        )
+    ),
+    (
+        "private_attribute",  # no finding if an optimizer class of the script has the attribute
+        "class Mine(torch.optim.SGD): ...\ndef f(o): o._groups  # HERE\nf(hvd.DistributedOptimizer(o))\n"
+        "o = hvd.DistributedOptimizer(o)",
+        "class Mine(torch.optim.SGD):\n    def __init__(self):\n        self._groups = []\ndef f(o): o._groups\n"
+        "f(Mine(p))\no = hvd.DistributedOptimizer(o)",
+    ),
     ("horovod_run", "import horovod\nhorovod.run(train, np=2)  # HERE", "import horovod\nhorovod.__version__"),
     ("horovod_run", "from horovod import run\nrun(train)  # HERE", "from horovod import run"),
     ("branch_on_build", "if hvd.nccl_built():  # HERE\n    pass", "print(hvd.nccl_built())"),

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 
 from dualtrain.horovodize.names import COMPRESSIONS, HOMES, MODULE_NAMES, PRIVATE, PUBLIC, RANK_NAMES
-from dualtrain.horovodize.nodes import argument_at, first_argument, keyword, last_name
+from dualtrain.horovodize.nodes import argument_at, first_argument, is_stored, keyword, last_name
 from dualtrain.horovodize.own_modules import parameters
 from dualtrain.horovodize.source import Finding, Source
 
@@ -129,14 +129,35 @@ def subclass_of_wrapper(source: Source) -> Iterator[Finding]:
 def private_attribute(source: Source) -> Iterator[Finding]:
     """A private attribute of Horovod's wrapped optimizers that dualtrain's lack."""
     for node in source.nodes:
-        if not isinstance(node, ast.Attribute) or node.attr not in PRIVATE or last_name(node.value) not in source.wrapped:
+        if not isinstance(node, ast.Attribute) or node.attr not in PRIVATE or not _is_wrapped_at(source, node.value):
             continue
-        if not _tests_for(source, node, node.attr):
+        if not _tests_for(source, node, node.attr) and not any(_defines(file, node.attr) for file in source.files):
             message = (
                 f"'{node.attr}' is a private attribute of Horovod's optimizers, and dualtrain lacks it; use public methods "
                 "such as synchronize()"
             )
             yield Finding(node.lineno, "unsupported", message)
+
+
+def _is_wrapped_at(source: Source, owner: ast.expr) -> bool:
+    """Return whether the variable ``owner`` is a wrapped optimizer, as far as the function that uses it shows.
+
+    If the function assigns the variable, one of the assigned values above ``owner`` must be a wrapped optimizer.
+    """
+    if last_name(owner) not in source.wrapped:
+        return False
+    text, scope = ast.unparse(owner), source.scope(owner)
+    found = [(value, at) for target, value, at in source.assignments if target == text and source.scope(at) is scope]
+    above = [value for value, at in found if at.lineno < owner.lineno]
+    wraps = [wrap for _, wrap in source.wraps]
+    return not found or any(value in wraps or last_name(value) in source.wrapped for value in above)
+
+
+def _defines(source: Source, name: str) -> bool:
+    """Return whether an optimizer class of the script defines the attribute or method ``name`` itself."""
+    classes = [one for one in source.classes if any("optim" in source.name(base).lower() for base in one.bases)]
+    nodes = (node for one in classes for node in ast.walk(one))
+    return any((last_name(node) == name and is_stored(node)) or getattr(node, "name", "") == name for node in nodes)
 
 
 def join_with_other_operations(source: Source) -> Iterator[Finding]:
