@@ -1037,6 +1037,26 @@ CASES = [
         f"{WRAP}for x in data:\n    model(x).backward()\n    optimizer.synchronize()\n    model(x).backward()\n"
         "    optimizer.synchronize()\n    with optimizer.skip_synchronize():\n        optimizer.step()",
     ),
+    *(
+        (
+            "accumulation_without_passes",  # no finding if each iteration steps, or has its own part of the work
+            f"{WRAP}for x in data:\n    loss = f(x)\n    n += 1\n    loss.backward()\n    if n == 2:\n"
+            "        optimizer.step()  # HERE\n        n = 0",
+            f"{WRAP}for x in data:\n    loss = f(x)\n    n += 1\n{code}",
+        )
+        for code in (
+            "    if n == 1:\n        loss.backward()\n    if n == 2:\n        optimizer.step()\n        n = 0",
+            "    loss.backward()\n    if n == 2:\n        optimizer.step(); n = 0\n    else:\n        optimizer.step()",
+            "    loss = mod(x, y)\n    loss.backward()\n    if loss is not None:\n        optimizer.step()",
+        )
+    ),
+    (
+        "accumulation_without_passes",  # no finding if a function synchronizes between the backward passes
+        f"def f():\n    pass\n{WRAP}model(x).backward()\nf()\nmodel(x).backward()\noptimizer.synchronize()\n"
+        "with optimizer.skip_synchronize():\n    optimizer.step()  # HERE",
+        f"def f():\n    optimizer.synchronize()\n{WRAP}model(x).backward()\nf()\nmodel(x).backward()\n"
+        "optimizer.synchronize()\nwith optimizer.skip_synchronize():\n    optimizer.step()",
+    ),
     (
         "lost_wrapper",  # a step by a GradScaler; no finding for another optimizer
         "o = torch.optim.SGD(p, 1)\nhvd.DistributedOptimizer(o)  # HERE\nscaler.step(o)",

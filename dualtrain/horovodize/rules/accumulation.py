@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -72,7 +73,10 @@ def _every_nth(source: Source, events: list[Event], step: Event) -> tuple[ast.ex
         if any(event.kind == "backward" and event.node.lineno in lines for event in in_loop):
             continue
         skips = range(branch.lineno, lines.start)  # the body of `if i % N: continue`
-        if _calls(source, loop, lines, {"backward"}) or _calls(source, loop, skips, {"step", "synchronize"}):
+        if _calls(source, [loop], lines, {"backward"}) or _calls(source, [loop], skips, {"step", "synchronize"}):
+            continue
+        steps = [event for event in in_loop if event.kind in _STEPS and event.optimizer == step.optimizer]
+        if all(any(_is_in(source, event, arm) for event in steps) for arm in (branch.body, branch.orelse)):
             continue
         around = [event for event in in_loop if event.node.lineno not in lines]
         around = [event for event in around if not _depends_on(source, event, period, branch.test, loop)]
@@ -110,31 +114,38 @@ def _branches(source: Source, node: ast.AST, loop: ast.For | ast.While) -> Itera
         below = above
 
 
+def _is_in(source: Source, event: Event, block: list[ast.stmt]) -> bool:
+    """Return whether ``event`` is in ``block``, outside of any other ``if``."""
+    ifs = {above for above in block if isinstance(above, ast.If)}
+    return any(above in block for above in source.above(event.node)) and not ifs.intersection(source.above(event.node))
+
+
 def _is_left_out(branch: ast.If, lines: range, event: Event) -> bool:
     """Return whether ``branch`` ends with ``continue``, and ``event`` is in or after it, but not in ``lines``."""
     line = event.node.lineno
     return isinstance(branch.body[-1], ast.Continue) and line >= branch.lineno and line not in lines
 
 
-def _calls(source: Source, loop: ast.For | ast.While, lines: range, methods: set[str]) -> bool:
-    """Return whether a function that ``loop`` calls in ``lines`` calls one of ``methods``, perhaps through others."""
+def _calls(source: Source, block: list[ast.stmt], lines: range, methods: set[str]) -> bool:
+    """Return whether a function that ``block`` calls in ``lines`` calls one of ``methods``, perhaps through others."""
     names: set[str] = set()
     while found := {name for name, called in source.called_names if called & (methods | names)} - methods - names:
         names |= found
-    return any(call.lineno in lines and last_name(call.func) in names for call in calls_in(loop))
+    return any(call.lineno in lines and last_name(call.func) in names for call in calls_in(*block))
 
 
 def _depends_on(source: Source, event: Event, period: _Period, condition: ast.expr, loop: ast.AST) -> bool:
     """Return whether, in ``loop``, the backward pass ``event`` is in an ``if`` that also decides on steps.
 
-    The test of such an ``if`` contains the node of ``period``, or its ``N``, or ``condition`` (the test before the step)
-    without ``not``. A constant ``N`` does not count, because equal constants may be a coincidence.
+    The test of such an ``if`` contains ``i % N``, or the counter that is reset; or ``N``; or ``condition`` (the test before
+    the step) without ``not``. A constant ``N`` does not count, because equal constants may be a coincidence.
     """
     if event.kind != "backward":
         return False
     while isinstance(condition, ast.UnaryOp) and isinstance(condition.op, ast.Not):
         condition = condition.operand
-    same = {ast.unparse(one) for one in (period.node, condition, period.length) if not isinstance(one, ast.Constant)}
+    counter = period.counter if isinstance(period.node, ast.Compare) else period.node
+    same = {ast.unparse(one) for one in (counter, condition, period.length) if not isinstance(one, ast.Constant)}
     tests = [above.test for above in source.around(event.node, ast.If) if loop in source.above(above)]
     return any(ast.unparse(node) in same for test in tests for node in ast.walk(test))
 
@@ -158,12 +169,13 @@ def _modulo(source: Source, test: ast.expr) -> _Period | None:
     for node in (*whole, *_operands(source, test, set())):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) and not isinstance(node.left, ast.Constant):
             return _Period(node, node.left, node.right)
-        if isinstance(node, ast.Call) and last_name(node.func) in _REMAINDERS and len(node.args) == 2:
+        name = (source.name(node.func) or last_name(node.func)) if isinstance(node, ast.Call) else ""
+        if isinstance(node, ast.Call) and _REMAINDERS.fullmatch(name) and len(node.args) == 2:
             return _Period(node, *node.args)
     return None
 
 
-_REMAINDERS = ("divmod", "fmod", "mod", "remainder")
+_REMAINDERS = re.compile(r"divmod|(math|numpy|operator|torch)\.(divmod|fmod|mod|remainder)")
 
 
 def _reset_counter(loop: ast.For | ast.While, branch: ast.If, lines: range, truth: bool) -> _Period | None:
@@ -298,6 +310,8 @@ def _in_a_row(source: Source, events: list[Event], step: Event) -> tuple[ast.exp
             break
         if event.kind == "backward" and source.statement(event.node) in block:
             backwards.append(event.node)
+    if backwards and _calls(source, block, range(backwards[-1].lineno, backwards[0].lineno), {"synchronize"}):
+        return None
     after = block[block.index(statement) :]
     many = len(backwards) > max(1, _steps_until_backward(after))
     return (None,) if many and _share_parameters(source, backwards, step) else None
