@@ -55,7 +55,8 @@ TEST_SAMPLER = f"{WRAP}s = {SAMPLER}\n"
 TRAIN_SAMPLER = TEST_SAMPLER.replace("test", "train")
 DATA = "torch.utils.data.DataLoader"
 TEST = f"test_loader = {DATA}"
-SAMPLED = f"x = {DATA}(d, sampler={SAMPLER})\n".replace("test_data", "d")
+DATA_SAMPLER = SAMPLER.replace("test_data", "d")
+SAMPLED = f"x = {DATA}(d, sampler={DATA_SAMPLER})\n"
 RANDOM = "torch.utils.data.RandomSampler(d)"
 EPOCHS = "for epoch in range(9):\n    for y in x: loss.backward()"
 FITS = (
@@ -104,6 +105,13 @@ CASES = [
         f"{SAMPLED}def run(x):\n    model.eval()\n    for y in x:\n        model(y)\nrun(x)",
         f"def main():\n    {SAMPLED}    for y in x:\n        model(y).backward()\n    run(other)\n"
         "def run(x):\n    model.eval()\n    for y in x:\n        model(y)",
+    ),
+    (
+        "padded_evaluation",  # no finding for a sampler of training, if the calls of the function are unknown
+        f"def main():\n    s = {DATA_SAMPLER}\n    x = {DATA}(d, sampler=s)\n    judge().run(x)\n"
+        "class Judge:\n    def run(self, x):\n        model.eval()\n        for y in x: model(y)",
+        f"def main():\n    s = {DATA_SAMPLER}\n    s.set_epoch(1)\n    x = {DATA}(d, sampler=s)\n    judge().run(other)\n"
+        "class Judge:\n    def run(self, x):\n        model.eval()\n        for y in x: model(y)",
     ),
     ("padded_evaluation", f"test_sampler = {SAMPLER}", f"test_data.sampler = {SAMPLER}\nlearn(test_data.sampler)"),
     (

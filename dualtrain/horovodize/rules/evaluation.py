@@ -131,7 +131,10 @@ def is_for_training(name: str) -> bool:
 
 
 def _samplers_under_eval(source: Source) -> set[_Variable]:
-    """Return the samplers of loaders that are iterated while the model is in evaluation mode."""
+    """Return the samplers of loaders that are iterated while the model is in evaluation mode.
+
+    Leave out samplers whose ``set_epoch`` the same function calls: they are for training.
+    """
     samplers: dict[str, list[tuple[Scope, _Variable]]] = {}  # loader → function that makes it, and its sampler
     for target, value, statement in source.assignments:
         if isinstance(value, ast.Call) and (sampler := sampler_of(value)) is not None:
@@ -148,7 +151,12 @@ def _samplers_under_eval(source: Source) -> set[_Variable]:
                 for user, loader in _iterated(source, scope, node):
                     made = samplers.get(loader, [])
                     found |= {sampler for home, sampler in made if len(made) == 1 or home in (user, source.tree)}
-    return found
+    shuffled = (
+        (source.scope(call), _text(call.func.value))
+        for call in source.calls
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "set_epoch"
+    )
+    return found - {(_home(text, scope), text) for scope, text in shuffled}
 
 
 def _iterated(source: Source, scope: Scope, loop: ast.For) -> Iterator[tuple[Scope, str]]:
