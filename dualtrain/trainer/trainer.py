@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 import warnings
 from array import array
 from collections.abc import Callable, Iterable, Sequence
@@ -250,8 +249,8 @@ class Trainer:
             BackendError: a rank failed, or the timeout passed.
         """
         try:
-            usable = 0 < expected <= sys.float_info.max
-        except (TypeError, RuntimeError):  # RuntimeError: a tensor of several elements
+            usable = 0 < expected < math.inf and float(expected) > 0
+        except (OverflowError, TypeError, RuntimeError):  # RuntimeError: a tensor of several elements
             usable = False
         if not usable:
             raise ValueError(

@@ -460,7 +460,10 @@ def test_arguments_that_a_trainer_cannot_use_are_refused():
             Trainer(model, torch.optim.SGD(model.parameters(), 0.5), backend=backend, **options)
 
 
-@pytest.mark.parametrize("expected", [0.0, -1.0, math.nan, math.inf, [3], None, torch.ones(2)])
+@pytest.mark.parametrize(
+    "expected",
+    [0.0, -1.0, math.nan, math.inf, [3], None, torch.ones(2), torch.tensor(math.inf), pytest.param(10**400, id="huge")],
+)
 def test_the_argument_expected_must_be_positive_and_finite(expected):
     model = net()
     with connect("local") as backend:
