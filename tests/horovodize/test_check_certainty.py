@@ -107,6 +107,11 @@ CASES = [
         "def run(x):\n    model.eval()\n    for y in x:\n        model(y)",
     ),
     (
+        "padded_evaluation",  # no finding if a function trains in the loop
+        f"{SAMPLED}def run(y):\n    model.eval()\n    for z in y: fit(z)\ndef fit(z): model(z)\nrun(x)",
+        f"{SAMPLED}def run(y):\n    model.eval()\n    for z in y: fit(z)\ndef fit(z): model(z).backward()\nrun(x)",
+    ),
+    (
         "padded_evaluation",  # no finding for a sampler of training, if the calls of the function are unknown
         f"def main():\n    s = {DATA_SAMPLER}\n    x = {DATA}(d, sampler=s)\n    judge().run(x)\n"
         "class Judge:\n    def run(self, x):\n        model.eval()\n        for y in x: model(y)",

@@ -147,7 +147,7 @@ def _samplers_under_eval(source: Source) -> set[_Variable]:
         for node in nodes:
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("eval", "train"):
                 evaluating = node.func.attr == "eval" and not node.args
-            elif isinstance(node, ast.For) and evaluating and not _trains(node):
+            elif isinstance(node, ast.For) and evaluating and not _trains(source, node):
                 for user, loader in _iterated(source, scope, node):
                     made = samplers.get(loader, [])
                     found |= {sampler for home, sampler in made if len(made) == 1 or home in (user, source.tree)}
@@ -174,9 +174,14 @@ def _iterated(source: Source, scope: Scope, loop: ast.For) -> Iterator[tuple[Sco
         yield from given or [(scope, _text(part))]
 
 
-def _trains(loop: ast.For) -> bool:
-    """Return whether the loop calls ``backward`` or ``step``. If so, its model is not in evaluation mode."""
-    return any(last_name(call.func) in ("backward", "step") for call in calls_in(loop))
+def _trains(source: Source, loop: ast.For) -> bool:
+    """Return whether the loop, or a function that it calls, calls ``backward`` or ``step``.
+
+    If so, its model is not in evaluation mode.
+    """
+    training = {"backward", "step"}
+    training |= {name for name, called in source.called_names if called & training}
+    return any(last_name(call.func) in training for call in calls_in(loop))
 
 
 def _text(node: ast.AST) -> str:
