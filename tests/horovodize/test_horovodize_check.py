@@ -1058,6 +1058,13 @@ CASES = [
         "optimizer.synchronize()\nwith optimizer.skip_synchronize():\n    optimizer.step()",
     ),
     (
+        "accumulation_without_passes",  # no finding if a loop synchronizes between the backward passes
+        f"{WRAP}model(x).backward()\nmodel(x).backward()\noptimizer.synchronize()\n"
+        "with optimizer.skip_synchronize():\n    optimizer.step()  # HERE",
+        f"{WRAP}model(x).backward()\nfor o in [optimizer]:\n    o.synchronize()\nmodel(x).backward()\n"
+        "optimizer.synchronize()\nwith optimizer.skip_synchronize():\n    optimizer.step()",
+    ),
+    (
         "lost_wrapper",  # a step by a GradScaler; no finding for another optimizer
         "o = torch.optim.SGD(p, 1)\nhvd.DistributedOptimizer(o)  # HERE\nscaler.step(o)",
         "o = torch.optim.SGD(p, 1)\nhvd.DistributedOptimizer(o)\nscaler.step(other)",

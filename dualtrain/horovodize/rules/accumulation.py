@@ -310,7 +310,9 @@ def _in_a_row(source: Source, events: list[Event], step: Event) -> tuple[ast.exp
             break
         if event.kind == "backward" and source.statement(event.node) in block:
             backwards.append(event.node)
-    if backwards and _calls(source, block, range(backwards[-1].lineno, backwards[0].lineno), {"synchronize"}):
+    between = range(backwards[-1].lineno, backwards[0].lineno) if backwards else range(0)
+    waits = any(last_name(call.func) == "synchronize" and call.lineno in between for call in calls_in(*block))
+    if waits or _calls(source, block, between, {"synchronize"}):
         return None
     after = block[block.index(statement) :]
     many = len(backwards) > max(1, _steps_until_backward(after))
