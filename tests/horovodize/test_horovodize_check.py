@@ -1510,7 +1510,8 @@ CASES = [
         "unknown_name",  # names of a submodule
         "import horovod.torch.compression as c\nc.FP8Compressor  # HERE",
         "import horovod.torch.compression as c\nclass Mine(c.Compressor): ...\nhvd.compression.NoneCompressor\n"
-        "from horovod.torch.optimizer import _DistributedOptimizer as O, Average\nhvd.mpi_ops._basics.rank()\nO(model)",
+        "from horovod.torch.optimizer import _DistributedOptimizer as O, Average\n"
+        "hvd.mpi_ops._basics.rank()\nO(model, op=Average)",
     ),
     (
         "optimizer_state",
