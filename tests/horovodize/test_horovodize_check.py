@@ -169,6 +169,7 @@ CASES = [
         for made, code in (
             ("Mine(p)", "o = Mine(p)\no._groups\n"),
             ("Holder()", "def f():\n    o = Holder()\n    o._groups\n"),
+            ("Holder()", "def f():\n    with Holder() as o:\n        o._groups\n"),
         )
     ),
     (

@@ -147,10 +147,12 @@ def _is_wrapped_at(source: Source, owner: ast.expr) -> bool:
     if last_name(owner) not in source.wrapped:
         return False
     text, scope = ast.unparse(owner), source.scope(owner)
+    stores = [node for node in source.mentions.get(last_name(owner), ()) if is_stored(node) and ast.unparse(node) == text]
     found = [(value, at) for target, value, at in source.assignments if target == text and source.scope(at) is scope]
     above = [value for value, at in found if at.lineno < owner.lineno]
     wraps = [wrap for _, wrap in source.wraps]
-    return not found or any(value in wraps or last_name(value) in source.wrapped for value in above)
+    local = any(source.scope(node) is scope for node in stores)
+    return not local or any(value in wraps or last_name(value) in source.wrapped for value in above)
 
 
 def _defines(source: Source, name: str) -> bool:
