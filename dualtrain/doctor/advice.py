@@ -21,7 +21,7 @@ _CURES = {
 
 def advise(rows: Sequence[Row], backend: str) -> tuple[list[str], list[str]]:
     """Return the problems that prevent a run on ``backend``, and notes on everything else."""
-    problems, notes = _different_versions_or_launchers(rows, backend), _other_versions(rows, backend)
+    problems, notes = _different_versions_or_launchers(rows, backend), _different_versions_of_other_packages(rows, backend)
     for name in ("torch", "horovod"):
         failures = _failures(rows, name)
         (problems if name == backend else notes).extend(failures)
@@ -68,7 +68,7 @@ def _different_versions_or_launchers(rows: Sequence[Row], backend: str) -> list[
     return lines
 
 
-def _other_versions(rows: Sequence[Row], backend: str) -> list[str]:
+def _different_versions_of_other_packages(rows: Sequence[Row], backend: str) -> list[str]:
     needed = _needed(backend)
     return [
         _version_line(rows, name) for name in rows[0]["versions"] if name not in needed and _differing_versions(rows, name)
