@@ -1,4 +1,4 @@
-"""Send the buckets of one reducer, and wait for them. Every kind of reducer uses this module, and decides when to send.
+"""Send the buckets of one reducer, and wait for them. The reducer decides when to send.
 
 An exchange has the layout's buckets, the schedule and the sparse gradients. It also has the numbers that are sent behind
 the gradients of the last bucket: the caller's scalars, then a flag by which a rank refuses to continue (``refusals.py``).
@@ -192,9 +192,8 @@ class Exchange:
     def _refuse_after_interrupt(self) -> None:
         """Raise BackendError if an exception such as KeyboardInterrupt has stopped the call that was to send a bucket.
 
-        All gradients are dropped then.
-        A library that matches operations by their order would add this rank's next bucket to the other ranks' bucket
-        that this rank has not sent.
+        Then also drop all gradients. Without this check, a library that matches operations by their order would add this
+        rank's next bucket to the bucket of the other ranks that this rank has not sent.
         """
         sent = self.schedule.next
         if sent and self.schedule.buckets[sent - 1].work is None:

@@ -1,8 +1,9 @@
 """Timeline of calls: a Chrome trace (chrome://tracing, Perfetto) with the event names of Horovod's timeline.
 
-Rank 0 writes the file. For each call, the file shows when each rank requested it (in NEGOTIATE_…), and, if rank 0 takes
-part, when rank 0 executed it. For calls that open channels or change process sets, it shows the requests only. The file is
-valid JSON at any moment, even if the run is killed.
+Rank 0 writes the file. For each call except ``join``, the file shows when each rank requested it (in NEGOTIATE_…), and, if
+rank 0 takes part, when rank 0 executed it. For calls that open channels or change process sets, it shows the requests only.
+For a gradient that is sent in a bucket, it shows only rank 0: NEGOTIATE_ALLREDUCE until the bucket is sent, then ALLREDUCE
+until the exchange ends. The file is valid JSON at any moment, even if the run is killed.
 """
 
 from __future__ import annotations

@@ -48,9 +48,9 @@ def different_splits(source: Source) -> Iterator[Finding]:
 
 
 def _is_part_of_rank(source: Source, data: ast.expr) -> bool:
-    """Return whether each rank may have its own ``data``: ``data`` or its definition contains a word such as "rank".
+    """Return whether each rank may have its own ``data``: see ``is_sharded``.
 
-    Return False if ``data`` is a parameter of the function, because its value is unknown.
+    Unlike ``is_sharded``, return False if ``data`` itself is a parameter of the function: its value is unknown.
     """
     parameter = isinstance(data, ast.Name) and data.id in source.parameters(data)
     return not parameter and is_sharded(source, data)
