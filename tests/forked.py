@@ -217,7 +217,7 @@ def _become(command: list[str], env: dict[str, str], cwd: str, out: str, err: st
     os.environ.update(env)
     os.chdir(cwd)
     multiprocessing.set_start_method(None, force=True)
-    multiprocessing.current_process()._config.pop("tempdir", None)  # multiprocessing's folder of the test process
+    multiprocessing.current_process()._config.pop("tempdir", None)  # do not use the test process's temporary folder
     status = _run(command)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

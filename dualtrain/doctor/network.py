@@ -31,8 +31,8 @@ def _ipv6() -> list[tuple[str, str]]:
 def used_interface(addresses_of: Mapping[str, list[str]], overrides: Mapping[str, str], world: World) -> str:
     """Return, as text, the interface that the ranks of ``world`` use on this host, and the reason.
 
-    ``addresses_of`` is the result of :func:`interfaces`. ``overrides`` are the set variables that select an interface;
-    if there are any, the text consists of these variables.
+    ``addresses_of`` is the result of :func:`interfaces`. ``overrides`` are the environment variables that are set
+    and select an interface; if there are any, the text consists of them.
     """
     if overrides:
         return ", ".join(f"{name}={value}" for name, value in overrides.items())

@@ -82,7 +82,7 @@ def duration(seconds: float) -> str:
 
 
 class Progress:
-    """A progress bar on a terminal; elsewhere a line every ``seconds``, even if no step ends; if ``shown`` (on rank 0).
+    """A progress bar on a terminal; elsewhere a line every ``seconds``, even if no step ends. Only rank 0 shows it.
 
     Args:
         total: optimizer steps in the whole run.

@@ -409,7 +409,7 @@ def test_a_rank_may_join_after_a_backward_pass_without_a_step(real, backward_pas
 
 
 def with_a_freed_optimizer(backend):
-    """Join after the optimizer was freed. Rank 0 does so late: it waits between the last backward pass and the step."""
+    """Join after the optimizer was freed. Rank 0 joins late: it waits between the last backward pass and the step."""
     with library(backend) as hvd:
 
         def train_and_free():

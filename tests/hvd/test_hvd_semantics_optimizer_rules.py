@@ -87,7 +87,7 @@ def rules(backend):
         optimizer.step()
         check(hvd, ("set_to_none", lambda: optimizer.zero_grad(set_to_none=True), "TypeError", None))
         optimizer.zero_grad()
-        # Change gradients between synchronize() and step(); then step without skip_synchronize(), which warns.
+        # Change gradients between synchronize() and a step in skip_synchronize().
         (p.sum() * (me + 1)).backward()
         optimizer.synchronize()
         assert p.grad.tolist() == [mean_of_ranks(size)] * 2
@@ -96,6 +96,7 @@ def rules(backend):
         with optimizer.skip_synchronize():
             optimizer.step()
         assert p[0].item() - start == -2 * mean_of_ranks(size)
+        # A step after synchronize() warns outside of skip_synchronize().
         (p.sum() * (me + 1)).backward()
         optimizer.synchronize()
         with warnings.catch_warnings(record=True) as caught:
@@ -301,9 +302,9 @@ def test_scaling_losses_after_synchronize_works(real):
 
 
 def fused(backend):
-    """Train with a fused step, which skips updates itself, and unscales gradients unless ``unscale_`` has done this.
+    """Train with a fused step: it unscales gradients, unless ``unscale_`` has done so.
 
-    Rank 0's gradient overflows in step 1.
+    It skips an update if a gradient has overflowed. Rank 0's gradient overflows in step 1.
     """
     found = {}
     with library(backend) as hvd:
@@ -416,7 +417,7 @@ def only_ours(backend):
         p.sum().backward()
         optimizer.load_state_dict(state)
         optimizer.zero_grad()
-        # Step with LBFGS and a closure; then wrap the same parameter in a second optimizer.
+        # Step with LBFGS and a closure; then wrap the same parameter again, with the deprecated num_groups.
         q = nn.Parameter(torch.tensor([3.0, -2.0]))
         lbfgs = hvd.DistributedOptimizer(torch.optim.LBFGS([q], max_iter=5), [("q", q)])
 
