@@ -74,8 +74,9 @@ def broadcast_optimizer_state(
 
     Raises:
         TypeError: on every rank, if the state contains objects that cannot be sent: see :func:`broadcast_object`.
-        ValueError: ``root_rank`` does not exist, ``init`` was not called, or the state does not fit this rank's optimizer.
-        HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down.
+        ValueError: ``root_rank`` does not exist, this process is not in a world, or the state does not fit this rank's
+            optimizer.
+        HorovodInternalError: the ranks' calls do not match, a rank failed, or Horovod was shut down on another rank.
     """
     if compat.enabled():
         compat.step_if_fresh(optimizer)
@@ -102,7 +103,7 @@ def broadcast_object(
     Raises:
         TypeError: on every rank of the set, if the object contains anything else. Later calls can succeed.
         pickle.UnpicklingError: on a rank that has not passed such a class to ``add_safe_globals``, if the root has.
-        ValueError, HorovodInternalError: as :func:`broadcast`. Before ``init``, ValueError.
+        ValueError, HorovodInternalError: as :func:`broadcast`. Outside of a world, ValueError.
     """
     is_root = rank() == root_rank
     set_id, root_rank = usable_set(process_set), usable_root(root_rank, process_set)
@@ -114,8 +115,8 @@ def broadcast_object(
 def allgather_object(obj: T, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[T]:
     """Return every rank's ``obj`` in rank order. Collective, matched by name; blocks.
 
-    For the objects that can be sent, and the exceptions, see :func:`broadcast_object`. But before ``init``, this function
-    raises HorovodInternalError.
+    For the objects that can be sent, and the exceptions, see :func:`broadcast_object`. But outside of a world, this
+    function raises HorovodInternalError.
     """
     set_id = usable_set(process_set)
     data, _ = objects.encode_or_refuse(obj)
