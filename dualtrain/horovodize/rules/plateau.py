@@ -40,7 +40,7 @@ def schedule_by_own_loss(source: Source) -> Iterator[Finding]:
     """A ReduceLROnPlateau that gets the training loss of this rank, although each rank has its own samples."""
     steps = [call for call in source.calls if given_values(call) and _steps_plateau(source, call)]
     sampled = any(map(distributed_samplers, source.files))
-    if not steps or not sampled or any(map(_may_send, source.files)):
+    if not steps or not sampled or any(map(_may_combine, source.files)):
         return
     for call in steps:
         alone = not any(ast.unparse(other.func) == ast.unparse(call.func) for other in steps if other is not call)
@@ -81,7 +81,7 @@ def _arguments(call: ast.Call) -> set[str]:
     return {*map(last_name, given_values(call))} - {""}
 
 
-def _may_send(source: Source) -> bool:
+def _may_combine(source: Source) -> bool:
     """Return whether the script may combine learning rates of all ranks, or a model's ``forward`` may combine losses."""
     for call in source.calls:
         name = source.called(call)

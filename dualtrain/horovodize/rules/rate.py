@@ -142,8 +142,8 @@ def _is_of_measurement(source: Source, node: ast.AST) -> bool:
 def _is_timed(call: ast.Call, name: str | None) -> bool:
     """Return whether ``call`` measures time, or ``name`` (its keyword, or the variable of its result) says that it does.
 
-    A name does not count if ``call`` makes a schedule: by the name of its function, or because it gets an optimizer. Return
-    False if the name of its function says that the rate warms up.
+    ``name`` does not count if ``call`` seems to make a schedule: the name of its function or of an argument contains
+    "sched", "optim" or "lr". Return False if the name of its function says that the rate warms up.
     """
     called, given = ast.unparse(call.func), " ".join(map(last_name, given_values(call)))
     if _WARM_UP.search(last_name(call.func)):
@@ -161,7 +161,7 @@ def _message(source: Source, value: ast.expr) -> str:
 
 
 def _rates(source: Source, cyclic_schedules: Sequence[ast.Call]) -> Iterator[ast.expr]:
-    """Yield the expressions that are used as a learning rate; if there are ``cyclic_schedules``, only their arguments."""
+    """Yield the expressions that are used as a learning rate; if there are ``cyclic_schedules``, only their rates."""
     if cyclic_schedules:
         yield from (word.value for call in cyclic_schedules for word in call.keywords if word.arg in ("base_lr", "max_lr"))
         yield from (

@@ -92,7 +92,7 @@ def _shows(test: ast.expr, truth: bool, name: str) -> bool:
 
 
 def uncalled(source: Source) -> Iterator[Finding]:
-    """A comparison with the function ``hvd.rank`` in place of its result ``hvd.rank()``."""
+    """A comparison with a function such as ``hvd.rank`` or ``hvd.size`` in place of its result, such as ``hvd.rank()``."""
     for node in source.nodes:
         parts = [node.left, *node.comparators] if isinstance(node, ast.Compare) else []
         for part in parts:
@@ -127,7 +127,7 @@ def subclass_of_wrapper(source: Source) -> Iterator[Finding]:
 
 
 def private_attribute(source: Source) -> Iterator[Finding]:
-    """A private attribute of Horovod's wrapped optimizers that dualtrain's lack."""
+    """A private attribute of Horovod's wrapped optimizers that dualtrain's wrapped optimizers do not have."""
     for node in source.nodes:
         if not isinstance(node, ast.Attribute) or node.attr not in PRIVATE or not _is_wrapped_at(source, node.value):
             continue
@@ -186,7 +186,7 @@ def adasum(source: Source) -> Iterator[Finding]:
 
 
 def adasum_skipping(source: Source) -> Iterator[Finding]:
-    """skip_synchronize() of an optimizer that uses Adasum: AssertionError."""
+    """skip_synchronize() of an optimizer that uses Adasum, which raises AssertionError."""
     wraps = {
         name: call for name, call in source.wraps if (op := _op(source, call)) is not None and _names_adasum(source, op)
     }
