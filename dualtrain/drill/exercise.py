@@ -98,7 +98,7 @@ class Exercise:
         self.report = Report()
 
     def run(self, faults: int) -> Report:
-        """Carry out the drill with up to this number of ``faults``. Blocks until both runs have ended.
+        """Carry out the drill with at most this number of ``faults``. Blocks until both runs have ended.
 
         Raises:
             UserError: the undisturbed run cannot be started, fails, or takes no step for ``limit`` seconds.
@@ -133,7 +133,7 @@ class Exercise:
             self.report.problems.append(f"the folder of the run with faults could not be kept ({reason})")
 
     def _small_disk(self, faults: int) -> SmallDisk | None:
-        """Mount a small file system, which a fault can fill, for the run with faults; ``None`` if it cannot be mounted."""
+        """Mount a small file system, which a fault can fill, for the run with faults; return ``None`` if that fails."""
         try:
             return SmallDisk(self._folder / "disturbed", self._folder / "undisturbed", faults + 3)
         except OSError as error:
@@ -233,7 +233,7 @@ class Exercise:
     def _await_moment(self, job: Job, step: int) -> str:
         """Wait until the job has taken ``step`` steps, or for a random time; then call :meth:`_leave_step`.
 
-        This first wait is over early if the launcher ends. Return the moment in words.
+        The wait for the step or the time ends early if the launcher ends. Return the moment in words.
         """
         if self._generator.random() < _BY_TIME:
             seconds = self._generator.uniform(0.1, 3.0)

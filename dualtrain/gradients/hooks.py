@@ -37,7 +37,10 @@ class Reducer(Protocol):
     hooks: ParameterHooks
 
     def gradient_accumulated(self, slot: Slot) -> None:
-        """Handle a gradient that autograd has accumulated, before hooks that the program registered earlier see it."""
+        """Handle a gradient that autograd has accumulated, before hooks that the program registered earlier see it.
+
+        Not called for a parameter without such hooks.
+        """
 
     def gradient_ready(self, slot: Slot) -> None:
         """Handle a gradient that autograd has accumulated. Called for each gradient in every backward pass."""
@@ -176,7 +179,8 @@ class ParameterHooks:
             p._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks
 
     def _swapped(self) -> bool:
-        """Return whether ``torch.utils.swap_tensors`` has changed a parameter. Called in every step: map() loops in C."""
+        """Return whether ``torch.utils.swap_tensors`` has changed a parameter."""
+        # map() loops in C: this method is called in every step.
         return not all(map(is_, map(_ATTRIBUTES, self._params), self._attributes))
 
     def remove(self) -> None:
@@ -198,7 +202,7 @@ def _make_hook(reducer: Reducer, number: int, name: str) -> Callable[[torch.Tens
             hooks = living.hooks
             slot = hooks.slots[number]
             if slot.param is not p:
-                return  # autograd calls the hook for a swapped tensor (see ``lost``, which reports the slot's parameter)
+                return  # autograd calls the hook for a swapped tensor (``lost`` detects this)
             if hooks.lock is None:
                 living.gradient_ready(slot)
             else:

@@ -80,7 +80,8 @@ def _load_published(model: nn.Module, name: str) -> None:
 def _replace_first_convolution(model: nn.Module, channels: int, keep: bool) -> None:
     """Replace the first convolution by a convolution for ``channels`` channels.
 
-    With ``keep``, make its weights from the old ones, so that a grey image gives the same result as its RGB copy did.
+    With ``keep``, make its weights from the old ones, so that it gives the same result for a grey image as the old
+    convolution for the image's RGB copy.
     """
     name, old = next((name, module) for name, module in model.named_modules() if isinstance(module, nn.Conv2d))
     new = nn.Conv2d(

@@ -1,4 +1,4 @@
-"""Attempts of a run: the causes of their failures, recoveries, and refusals of restarts that would fail again."""
+"""Attempts of a run: recoveries, causes of failures, and refusals of restarts that would fail again."""
 
 from __future__ import annotations
 
@@ -312,8 +312,9 @@ def test_deaths_without_a_record_of_their_settings_count(tmp_path):
 
 
 @pytest.mark.parametrize(
-    # A death: its step, whether the attempt trained, and whether the error was transient (default: False). A restart is
-    # refused if the last deaths in training are after the same step, and 3 of them are not transient or there are 30.
+    # A death: its step, whether the attempt trained, and whether the error was transient (default: False). The last deaths
+    # in training that are all after the same step count. A restart is refused if 3 of these are not transient, or if there
+    # are 30 in all. ``step`` is the step after which they died; None if a restart is not refused.
     ("deaths", "step"),
     [
         ([(5, True)] * 3, 5),
