@@ -22,7 +22,7 @@ def gradient(call, x, output_gradient):
 def table(backend):
     with library(backend) as hvd:
         me, size = hvd.rank(), hvd.size()
-        mean, total, rows = mean_of_ranks(size), sum_of_ranks(size), [r + 1.0 for r in range(size)]
+        mean, total, per_rank = mean_of_ranks(size), sum_of_ranks(size), [r + 1.0 for r in range(size)]
         one, many = torch.tensor([me + 1.0]), torch.ones(size)
         root = [mean if me == 1 else 0.0]
         wanted = {
@@ -42,24 +42,24 @@ def table(backend):
             "allgather uneven": (torch.ones(me + 1), hvd.allgather, [mean] * (me + 1)),
             "grouped allgather": (one, lambda x: hvd.grouped_allgather([x, 2 * x]), [3 * mean]),
             "broadcast": (one, lambda x: hvd.broadcast(x, 1), root),
-            "reducescatter sum": (many, lambda x: hvd.reducescatter(x, op=hvd.Sum), [size * r for r in rows]),
-            "reducescatter average": (many, hvd.reducescatter, rows),
-            "reducescatter uneven": (torch.ones(size + 1), hvd.reducescatter, [1.0, *rows]),
+            "reducescatter sum": (many, lambda x: hvd.reducescatter(x, op=hvd.Sum), [size * r for r in per_rank]),
+            "reducescatter average": (many, hvd.reducescatter, per_rank),
+            "reducescatter uneven": (torch.ones(size + 1), hvd.reducescatter, [1.0, *per_rank]),
             "scatter factors": (
                 many,
                 lambda x: hvd.reducescatter(x, op=hvd.Sum, postscale_factor=3.0),
-                [3 * size * r for r in rows],
+                [3 * size * r for r in per_rank],
             ),
             "grouped reducescatter": (
                 many,
                 lambda x: hvd.grouped_reducescatter([x, 2 * x], op=hvd.Sum),
-                [3 * size * r for r in rows],
+                [3 * size * r for r in per_rank],
             ),
-            "alltoall": (many, hvd.alltoall, rows),
+            "alltoall": (many, hvd.alltoall, per_rank),
             "alltoall splits": (
                 torch.ones(2 * size),
                 lambda x: hvd.alltoall(x, [2] * size)[0],
-                [r for r in rows for _ in "12"],
+                [r for r in per_rank for _ in "12"],
             ),
         }
         wrong = {}
@@ -73,11 +73,11 @@ def table(backend):
         # prescale_factor fails.
         if backend.name != "horovod":
             kept = gradient(lambda x: hvd.alltoall(x, [1] * size)[0], torch.ones(size + 2), me + 1.0)
-            assert kept == [*rows, 0, 0]
+            assert kept == [*per_rank, 0, 0]
             assert gradient(hvd.allgather, torch.tensor(1.0), me + 1.0) == mean
             factors = {"op": hvd.Sum, "prescale_factor": 0.5, "postscale_factor": 3.0}
             found = gradient(lambda x: hvd.reducescatter(x, **factors), many, me + 1.0)
-            assert found == [1.5 * size * r for r in rows]
+            assert found == [1.5 * size * r for r in per_rank]
             compress = {"compression": hvd.Compression.bf16, "op": hvd.Sum}
             assert gradient(lambda x: hvd.allreduce(x, **compress), one, me + 1.0) == [total]
 

@@ -1,6 +1,6 @@
 """dualtrain/hvd/README.md#matching-and-errors: calls that must not hang or crash.
 
-With those of ``BODIES``, Horovod itself hangs or crashes, as tests/launch/test_hangs.py shows.
+Horovod itself hangs or crashes in the calls of ``BODIES``, as tests/launch/test_hangs.py shows.
 """
 
 from __future__ import annotations

@@ -690,7 +690,7 @@ def test_sigusr1_before_the_first_step_saves_a_checkpoint_after_that_step(tmp_pa
         os.kill(os.getpid(), signal.SIGUSR1)
         with connect("local") as backend:
             loop.train(parse([*FLAGS, "--epochs", "1", "--keep", "9", "--run-dir", str(tmp_path)]), backend)
-        os.kill(os.getpid(), signal.SIGUSR1)  # after the last step: no third checkpoint
+        os.kill(os.getpid(), signal.SIGUSR1)  # after the run: it neither ends this process nor causes a third checkpoint
     finally:
         signal.signal(signal.SIGUSR1, earlier)
         signals._early.clear()
