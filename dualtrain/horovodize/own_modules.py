@@ -1,4 +1,4 @@
-"""Modules of dualtrain and the names that they define, read from their files: ``--check`` does not import torch."""
+"""Modules of dualtrain and the names that they define, read from their files, because ``--check`` does not import torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dualtrain.horovodize.names import PUBLIC
 
 _ROOT = Path(__file__).parents[2]
 #: Modules of dualtrain.hvd that define its public functions.
-_OF_FUNCTIONS = ("basics", "forms", "functions", "gather_ops", "mpi_ops", "optimizer", "process_sets")
+_FUNCTION_MODULES = ("basics", "forms", "functions", "gather_ops", "mpi_ops", "optimizer", "process_sets")
 
 
 def file_of(module: str) -> Path | None:
@@ -35,7 +35,7 @@ def defined_in(module: str) -> frozenset[str]:
 @cache
 def parameters() -> dict[str, set[str]]:
     """Return the public functions of ``dualtrain.hvd`` by name, each with the names of its parameters."""
-    files = (_ROOT / "dualtrain" / "hvd" / f"{module}.py" for module in _OF_FUNCTIONS)
+    files = (_ROOT / "dualtrain" / "hvd" / f"{module}.py" for module in _FUNCTION_MODULES)
     nodes = (node for file in files for node in ast.parse(file.read_text(encoding="utf-8")).body)
     return {
         node.name: {part.arg for part in ast.walk(node.args) if isinstance(part, ast.arg)}
