@@ -26,7 +26,7 @@ _KINDS = {
     stat.S_IFSOCK: "a socket",
 }
 #: Error numbers to ignore when a folder is synchronized. Some network file systems cannot synchronize folders, and the
-#: user may not be allowed to read the folder.
+#: folder's permissions may forbid reading it.
 _UNSYNCHRONIZED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES, errno.EPERM)
 _BAD_PATHS = (
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP, errno.EINVAL),

@@ -77,8 +77,8 @@ def spawn(body: Body, arguments: Sequence[str], nproc: int, restarts: int = 0) -
 
     Returns:
         0 if all ranks end with 0. Else the status of the first rank that failed, or 128 + N if signal N killed that rank.
-        If several ranks fail at about the same time, the status of a killed rank comes first, and status 1 last. A key of
-        ``TRANSIENT`` is replaced by its value.
+        If several ranks fail at about the same time, the status of a killed rank is preferred to all others, and any
+        other status is preferred to 1. A key of ``TRANSIENT`` is replaced by its value.
         If this process received a stop signal before a rank failed, or while it waited before a restart: 128 plus the
         signal's number, for example 143.
 
@@ -130,7 +130,7 @@ def _run(job: _Job, body: Body, arguments: Sequence[str], nproc: int, name: str)
 
 
 class _Job:
-    """The processes of one start of the job, which their parent starts, signals and waits for."""
+    """The processes of one start of the job. The parent starts and signals them, and waits for them."""
 
     def __init__(self, inbox: int, *, save: bool = False) -> None:
         self._inbox = inbox

@@ -25,8 +25,9 @@ class ExposedTensors:
 
     Attributes:
         whole: tensor with the memory of ``values``; the slots' tensors are views of it.
-        tensors: slot → tensor whose version counter counts only the program's in-place changes; ``None`` → ``whole``,
-            which has this counter for all slots that are not in the dict. See ``Slot.move_kept``.
+        tensors: one tensor for each version counter; the counters count only the program's in-place changes. A slot that
+            is a key has a counter of its own. All other slots share the counter of ``whole``, whose key is ``None``. See
+            ``Slot.move_kept``.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
@@ -45,12 +46,16 @@ class ExposedTensors:
         self._uses = _storage_uses(self._storage._cdata)
 
     def have_views(self) -> bool:
-        """Return whether the program keeps a view of a gradient, or C++ code refers to one. Always false on a GPU."""
+        """Return whether the program keeps a view of a gradient, or a reference from C++ other than ``param.grad``.
+
+        Always false on a GPU.
+        """
         if not self._counts:
             return False
         # This runs in every step, so its loops run in C.
         aliases = list(map(_ALIAS, self._slots))
-        # ``param.grad`` is one reference from C++ to an alias. Further references are from DLPack, or from ``other.grad``.
+        # An alias has one reference from C++ by its Python object (subtracted here), and one if it is ``param.grad``
+        # (compared below). Further references are from DLPack, or from ``other.grad``.
         held = sum(count_references_from_c(aliases)) - len(aliases)
         if held and held > sum(map(is_, aliases, map(_GRAD, self._params))):
             return True

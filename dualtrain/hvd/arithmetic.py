@@ -119,7 +119,7 @@ def _identity(dtype: torch.dtype, op: int) -> float | int | bool:
 
 @keep_subnormals
 def adasum(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Return the adaptive sum of one tensor per rank: neighbours are combined in a binary tree. Any number of ranks works.
+    """Return the adaptive sum of one tensor per rank, for any number of ranks. Neighbours are combined in a binary tree.
 
     Equal gradients are averaged, and orthogonal gradients are summed. For any other gradients a and b, half of b's
     projection onto a is subtracted from a, and half of a's projection onto b from b, before they are summed. Complex

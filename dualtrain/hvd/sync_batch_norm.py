@@ -12,7 +12,7 @@ class SyncBatchNorm(batchnorm.SyncBatchNorm):
     """BatchNorm layer that uses all ranks' statistics in training. ``convert_sync_batchnorm(model)`` converts models."""
 
     def gather(self, row: torch.Tensor) -> torch.Tensor:
-        """Return every rank's ``row``."""
+        """Return every rank's ``row`` (n,), as (size, n)."""
         gathered: torch.Tensor = allgather(row.unsqueeze(0))
         return gathered
 

@@ -106,7 +106,7 @@ def read_safetensors(file: str | Path) -> dict[str, torch.Tensor]:
 
 
 def record_in(path: str) -> dict[str, Any]:
-    """Return the ``RECORD`` of a safetensors file (without one, only its ``step``); an empty dict if it has neither.
+    """Return the ``RECORD`` of a safetensors file; if it has none, its ``step`` alone; an empty dict if it has neither.
 
     Raises errors of many types.
     """

@@ -37,7 +37,7 @@ def check_restart(output: OutputSection, settings: Mapping[str, Any], lock: Fold
     """Refuse a start that would end like the previous one. Call it on rank 0, after ``run_dir.enter``.
 
     A start with other settings is allowed. So is a start with a plain ``--resume`` or ``--resume FILE``, since these flags
-    are given by a person. This does not apply to ``--resume auto``, which a launcher that restarts jobs repeats.
+    are given by a person. This does not apply to ``--resume auto``: a launcher that restarts a job gives it again.
     (In a restart, ``run_dir.enter`` may replace another value of ``output.resume`` by ``"auto"``.)
 
     Raises:

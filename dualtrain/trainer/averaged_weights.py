@@ -43,8 +43,9 @@ def match_buffers(average: nn.Module, model: nn.Module) -> None:
         old = dict(copied._buffers.items())
         new = {name: _copy_of(buffer, old.get(name), copies) for name, buffer in module._buffers.items()}
         if list(new) != list(old):
-            # Private in torch 2.5 to 2.15: the names of the buffers that state_dict() leaves out. If the copy's
-            # state_dict() contained one of them, a new copy, which lacks this buffer, could not load it.
+            # Private in torch 2.5 to 2.15: the names of the buffers that state_dict() leaves out. If the state_dict() of
+            # ``average`` contained such a buffer, a new trainer could not load it: before the first forward pass, the new
+            # trainer's average lacks the buffer.
             left_out = module._non_persistent_buffers_set
             for name in old:
                 delattr(copied, name)
@@ -63,7 +64,8 @@ def _buffers(model: nn.Module) -> list[tuple[str, torch.Size, torch.dtype]]:
 def _copy_of(buffer: torch.Tensor | None, old: torch.Tensor | None, copies: dict[int, torch.Tensor]) -> torch.Tensor | None:
     """Return the copy of ``buffer`` in ``copies``; ``None`` if ``buffer`` is ``None``.
 
-    If there is none, add one: ``old`` if it has the same shape and dtype and is not in ``copies`` yet, else a new copy.
+    If ``copies`` has no copy of ``buffer``, add one: ``old`` if it has the same shape and dtype and is not in ``copies``
+    yet, else a new copy.
     """
     if buffer is None:
         return None

@@ -117,7 +117,7 @@ def _read_optimizer(record: RankRecord, line: dict[str, Any]) -> None:
     names = [str(name) for name, _, _ in line["tensors"]]
     known = record.optimizers[line["optimizer"]]
     if known.sums:  # the script has added or removed parameters
-        # Keep the names of parameters that the script has removed: earlier steps have their values.
+        # If there are fewer parameters now, keep the old names at the last positions: earlier steps have sums there.
         known.names = names + known.names[len(names) :]
         known.numels = numels + known.numels[len(numels) :]
         return
