@@ -36,7 +36,7 @@ class Connection:
 
     Attributes:
         socket: the TCP socket. A send or receive on it fails after 5 s, unless the owner sets a different timeout.
-        rank: the peer's rank.
+        rank: the peer's rank; :meth:`dial` assumes that it is 0.
         address: the peer's IP address.
     """
 

@@ -147,9 +147,9 @@ class FolderLock:
         return self._superseded.is_set()
 
     def release(self, writer: threading.Thread | None = None) -> None:
-        """Unlock the folder, if any. Does not block.
+        """Unlock the folder, if any. Does not wait for the thread ``writer``.
 
-        While the thread ``writer`` runs, it may write into the folder: a new thread then waits for its end, and unlocks.
+        While ``writer`` runs, it may write into the folder: a new thread then waits for its end, and unlocks.
         """
         if self._released:
             return

@@ -1,4 +1,4 @@
-"""The records of a run: progress and lines on the screen, metrics.jsonl, TensorBoard. Only rank 0 keeps them."""
+"""The records of a run: progress and messages on the screen, metrics.jsonl, TensorBoard. Only rank 0 keeps them."""
 
 from __future__ import annotations
 

@@ -294,7 +294,7 @@ def restore_best(
 def _find_best(folder: Path, other: Path | None, step: int, lock: FolderLock) -> tuple[bool, dict[str, Any] | None]:
     """Return whether there is a checkpoint of ``step``, and its trainer state if its weights must be written again.
 
-    If the checkpoint is in another file than the best checkpoint's, link it to that file.
+    If the checkpoint is in another file than ``BEST``, make ``BEST`` a link to that file.
 
     Raises UserError if a file that may be this checkpoint cannot be read now, SupersededError, or OSError.
     """
