@@ -47,8 +47,8 @@ _used_ports: set[int] = set()
 def free_port() -> int:
     """Return a free port that this function has not returned before.
 
-    Each rank numbers its worlds at an address. If a world of four ranks got the port of an earlier world of two, the
-    numbers would differ between the ranks, and the ranks would not meet.
+    With torch, each process counts its worlds at an address, and a world's keys in the store contain this count. If a world
+    of four ranks got the port of an earlier world of two, the counts would differ, and the ranks would not meet.
     """
     while (port := meet.free_port()) in _used_ports:
         pass

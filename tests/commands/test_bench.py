@@ -99,15 +99,15 @@ def test_the_interval_holds_the_median_and_lies_within_the_values():
 
 
 @pytest.mark.parametrize(
-    ("count", "rank", "level"), [(1, 1, 0.0), (2, 1, 0.5), (6, 1, 0.96875), (10, 1, 0.998), (11, 2, 0.988), (15, 3, 0.993)]
+    ("count", "k", "level"), [(1, 1, 0.0), (2, 1, 0.5), (6, 1, 0.96875), (10, 1, 0.998), (11, 2, 0.988), (15, 3, 0.993)]
 )
-def test_the_interval_is_the_narrowest_with_98_percent_confidence_or_the_whole_range(count, rank, level):
+def test_the_interval_is_the_narrowest_with_98_percent_confidence_or_the_whole_range(count, k, level):
     found = estimate([float(n) for n in range(count, 0, -1)])
-    assert (found.low, found.high) == (rank, count + 1 - rank)
+    assert (found.low, found.high) == (k, count + 1 - k)
     assert found.level == pytest.approx(level, abs=5e-4)
-    assert level_of(count, rank) == found.level
-    if rank < (count + 1) // 2:
-        assert level_of(count, rank + 1) < 0.98
+    assert level_of(count, k) == found.level
+    if k < (count + 1) // 2:
+        assert level_of(count, k + 1) < 0.98
 
 
 def test_at_least_94_of_100_intervals_contain_the_true_median():

@@ -497,9 +497,9 @@ def test_a_worker_that_was_killed_is_named(monkeypatch):
         ) as error:
             list(stream)
         assert error.value.transient
-        # torch 2.5 to 2.15 opens 10 temporary files, to test the limit of open files, and may raise the error meanwhile.
-        # Local variables then hold the files. In a reference cycle, the files may be collected before the objects that
-        # close them. This would cause a ResourceWarning in a later test.
+        # torch 2.5 to 2.15 opens 10 temporary files, to test the limit of open files. Its handler of SIGCHLD may raise the
+        # error meanwhile. Local variables then hold the files. In a reference cycle, the files may be collected before the
+        # objects that close them. This would cause a ResourceWarning in a later test.
         failure = error.value
         while failure is not None:
             traceback.clear_frames(failure.__traceback__)

@@ -683,12 +683,12 @@ def test_a_difference_comparable_to_the_weight_updates_is_not_tolerated(simulate
 
         return change
 
-    there, here, same = simulated(slow(0)), simulated(slow(100)), simulated(slow(1))
+    there, here, close = simulated(slow(0)), simulated(slow(100)), simulated(slow(1))
     assert 5e-5 < distance(there, here)[0] < moved(there) < 1e-3
     there.ranks[0].start["processor"] = "another"
     verdict = verdict_of(Evidence([there], [here], recorded=True), [])
     assert (verdict.status, "and all steps together changed the weights by only" in verdict.line) == (1, True)
-    assert verdict_of(Evidence([there], [same], recorded=True), []).status == 0
+    assert verdict_of(Evidence([there], [close], recorded=True), []).status == 0
     verdict = verdict_of(Evidence([there, here], [here]), [])
     assert (verdict.status, verdict.line.split(":")[0]) == (1, "not repeatable, so nothing is proven")
 
@@ -1140,6 +1140,7 @@ def nothing(models, optimizers):
     pass
 
 
+#: Arguments of ``slowly``: the step before which the function is called, and the function.
 CHANGES = {
     "": (1, nothing),
     "start": (1, nudge),
@@ -1169,7 +1170,7 @@ def slowly(changed_step, act):
 
 @dataclass
 class Script:
-    """Simulated script. The first four attributes say how its runs change: a key of ``CHANGES``, or "fails"."""
+    """Simulated script. The first four attributes name the change in its runs: a key of ``CHANGES``, or "fails"."""
 
     horovod: str = ""
     compat: str = ""  # the run with dualtrain that reproduces Horovod's defects

@@ -116,7 +116,7 @@ def submit(slurm: str, *arguments: str) -> tuple[str, Callable[..., bool]]:
     return number, job_is
 
 
-def test_a_preempted_job_of_two_nodes_is_requeued_and_ends_with_the_same_weights(slurm, expected, tmp_path):
+def test_a_job_of_two_nodes_is_requeued_before_its_time_limit_and_ends_with_the_same_weights(slurm, expected, tmp_path):
     output, folder = tmp_path / "output", tmp_path / "run"
     output.touch()
     flags = [*FLAGS, "--run-dir", str(folder)]

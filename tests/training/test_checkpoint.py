@@ -131,6 +131,7 @@ def test_torch_sizes_and_dtypes_and_namedtuples_and_counters_and_tuple_keys_are_
     assert loaded.pop("counts") == Counter({(1, 2): 3})
     assert loaded == tree
     assert type(loaded["size"]) is type(loaded["pair"]) is tuple
+    # Versions up to 0.2.0 wrote the name of a tuple's class.
     old = json.dumps(["dict", [["size", ["Size", [["value", 2], ["value", 3]]]]]])
     assert structure.rebuild(json.loads(old), {}) == {"size": (2, 3)}
 
@@ -166,7 +167,7 @@ def test_packed_tensors_do_not_change_with_the_originals(tmp_path):
     assert same(checkpoint.load(tmp_path / "file"), {"weight": torch.ones(3), "view": torch.ones(3)})
 
 
-def test_every_generator_resumes_from_its_saved_state(tmp_path):
+def test_every_random_generator_resumes_from_its_saved_state(tmp_path):
     def draw() -> tuple[float, float, float]:
         return torch.rand(()).item(), float(numpy.random.standard_normal()), random.random()
 
