@@ -549,7 +549,8 @@ def test_a_trainer_that_averages_weights_resumes_a_model_that_registers_a_buffer
 class Changing(nn.Module):
     """A model whose first two forward passes replace its buffer ``table``. Its passes also register buffers of its layers.
 
-    Evaluations register ``mask``. Training passes register ``scale`` twice, unless ``table`` is still empty.
+    Evaluations register ``mask``. Training passes register one tensor as ``scale`` in two layers, unless ``table`` is still
+    empty.
     """
 
     def __init__(self):
@@ -790,8 +791,8 @@ class Counted(nn.Module):
         return nn.functional.cross_entropy(outputs, targets)
 
 
-class Noisy(nn.Module):
-    """A module that the tests use as ``loss``, ``forward`` or ``objective``. The output is 100 times larger in training."""
+class LargerInTraining(nn.Module):
+    """A module that a test uses as ``loss``, ``forward`` or ``objective``. The output is 100 times larger in training."""
 
     def forward(self, outputs, targets=None):
         factor = 100.0 if self.training else 1.0
@@ -822,15 +823,15 @@ def test_an_evaluation_of_averaged_weights_does_not_call_train_of_the_trained_mo
 
 @pytest.mark.parametrize("role", ["loss", "objective", "forward"])
 def test_all_modules_of_an_evaluation_are_in_evaluation_mode(role):
-    model, noisy = net(), Noisy()
-    around = nn.Sequential(noisy, model) if role == "forward" else None
+    model, larger = net(), LargerInTraining()
+    around = nn.Sequential(larger, model) if role == "forward" else None
     with connect("local") as backend:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        trainer = Trainer(model, optimizer, noisy if role == "loss" else None, forward=around, backend=backend)
-        found = trainer.evaluate([batch()], noisy if role == "objective" else None)["val_loss"]
+        trainer = Trainer(model, optimizer, larger if role == "loss" else None, forward=around, backend=backend)
+        found = trainer.evaluate([batch()], larger if role == "objective" else None)["val_loss"]
     model.eval()
     assert found == pytest.approx(nn.functional.cross_entropy(model(batch()[0]), batch()[1]).item())
-    assert noisy.training
+    assert larger.training
 
 
 @pytest.mark.parametrize("virtual_ranks", [None, 2])
