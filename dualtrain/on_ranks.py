@@ -17,8 +17,8 @@ _Problem = tuple[str, bool, bool]
 def on_all_ranks(backend: Backend, what: str, task: Callable[[], T]) -> T:
     """Run ``task()`` on every rank, and return its result after it has succeeded on all ranks. Collective; blocks.
 
-    If the task raises an exception that is neither a UserError nor an OSError, this exception is raised on its own rank
-    only. The other ranks then wait for this rank.
+    If the task raises an exception that is neither a UserError nor an OSError, only this rank raises it. The other ranks
+    then wait for this rank.
 
     Raises:
         UserError: on every rank, with the first rank's reason, if the task raised UserError or OSError on all ranks.

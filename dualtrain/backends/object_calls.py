@@ -51,7 +51,7 @@ class ObjectCalls(Movement):
         root = self._checked_root(root)
         data, problem = _encoded(obj) if self.rank == root else (None, None)
         length = -1 if problem else 0 if data is None else len(data)
-        broadcast = Broadcast(root, data)  # if the data is short, ``agree`` sends it and sets ``result``
+        broadcast = Broadcast(root, data)  # ``agree`` may send short data; it then sets ``result``
         length = agree(self, Call("broadcast_object", name, root=root), length, broadcast)[root]
         self._refuse_if_unsent({root: length}, problem)
         if (buffer := broadcast.result) is None:

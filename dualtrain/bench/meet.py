@@ -1,4 +1,4 @@
-"""Rendezvous of torch's processes under any launcher: rank 0 writes its address to a file that all hosts share."""
+"""Rendezvous of contenders that read torchrun's environment variables, if the user's command starts the ranks."""
 
 from __future__ import annotations
 

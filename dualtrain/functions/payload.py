@@ -1,4 +1,4 @@
-"""Pickling of functions, arguments and results for processes that this program has started itself.
+"""Pickling of functions, arguments and results, sent only between a program and the ranks of a job that it has started.
 
 Python's own pickle stores only the name of a function and the name of its module. Another process cannot import a
 function of a notebook's cell, a lambda or an inner function by name; cloudpickle stores the code of these functions.
@@ -38,7 +38,7 @@ def dumps(obj: Any, pickler: Any = None) -> bytes:
 
 
 def loads(data: bytes) -> Any:
-    """Return the object that :func:`dumps` has pickled in a process of this program."""
+    """Return the object that :func:`dumps` has pickled in the program or in one of its ranks."""
     return pickle.loads(data)
 
 

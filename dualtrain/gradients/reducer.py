@@ -295,7 +295,7 @@ class GradientReducer:
             bucket.sum.begin()
 
     def _use_layout(self) -> None:
-        """Make the buckets before the first exchange, and after a parameter was added. Then collective, and blocks."""
+        """Make the buckets (collective; blocks) before the first exchange, and after a parameter was added."""
         self.backend.check_process()  # before zeros are copied to a bucket; ``_begin_pass`` checks it for gradients
         self._add_unfrozen()
         if not self._exchange.laid_out:
@@ -353,8 +353,9 @@ class GradientReducer:
     def in_step(self) -> Iterator[None]:
         """Call :meth:`reduce` in this context if a step of the optimizer follows at once.
 
-        If ``reduce`` averages the gradients only here, the step uses the averages unchanged, and the exchange reports it to
-        the other ranks. If ``zero_grad`` dropped gradients of a round in progress, every rank refuses the reduction.
+        If ``reduce`` exchanges the gradients in this context, the step uses the averages unchanged. The exchange reports
+        this to the other ranks. If ``zero_grad`` dropped gradients of a round in progress, every rank refuses the
+        reduction.
 
         Raises:
             BackendError: at the end of the context, on this rank, for one of these reasons:
@@ -409,7 +410,7 @@ class GradientReducer:
         self._exchange.refusals.record_replacement(attribute, name)
 
     def gradient_accumulated(self, slot: Slot) -> None:
-        """Record that a gradient is this rank's own, and the number of steps, before hooks of the program may step."""
+        """Record that a gradient is this rank's own, and the number of steps. Runs before the program's hooks may step."""
         self._exchange.reduced, self.has_local = False, True
         self._exchange.refusals.changed.watch(slot, self._exchange.schedule.round)
         slot.steps = self.steps
@@ -506,7 +507,7 @@ class GradientReducer:
 def _count(what: str, value: float, *, least: int) -> int:
     """Return ``value`` as an int. Raises ValueError if it is not a whole number, or is less than ``least``."""
     try:
-        is_whole = value % 1 == 0  # of a quotient such as batch / part too; False for NaN and infinity
+        is_whole = value % 1 == 0  # also true for 2.0, the quotient 4 / 2; false for NaN and infinity
     except TypeError:
         is_whole = False
     if not is_whole:

@@ -41,7 +41,7 @@ class HorovodUse:
         return self.is_off(test, True) or self.is_off(test, False)
 
     def is_off(self, test: ast.expr, truth: bool, depth: int = 0) -> bool:
-        """Return whether Horovod is off where ``test`` has the value ``truth``: it is not used, or only with one rank.
+        """Return whether Horovod is off (not used, or used with one rank) in all runs in which ``test`` is ``truth``.
 
         Also return True if ``test`` never has this value.
         """

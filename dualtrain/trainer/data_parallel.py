@@ -21,7 +21,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def sums(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """Compute ``objective.cross_entropy`` as four sums, (4,), float64. The first one, the loss, has a gradient."""
+    """Return the sums ``objective.NAMES`` of the cross entropy, (4,), float64. The first one (loss) is differentiable."""
     losses, found = cross_entropy(logits, targets, label_smoothing)
     return torch.cat([losses.double().sum()[None], found[1:]])
 

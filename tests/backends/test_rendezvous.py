@@ -325,7 +325,7 @@ def test_a_job_on_one_host_listens_on_the_loopback_interface_alone(backend, tmp_
         assert job.poll() is None, job.errors
         children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
         assert len(children) == 2
-        # The ranks' libraries can still listen; the job's process, which served the store, no longer does.
+        # The ranks' libraries may still listen; the job's process, which served the store, no longer does.
         found = set(listening(children))
         assert found <= {"0100007F"}
         assert found or backend == "horovod"  # Horovod's ranks have closed their ports by now

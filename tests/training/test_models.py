@@ -250,7 +250,7 @@ def test_a_frozen_backbone_keeps_its_weights_and_statistics(hub):
 
 
 class NormAct(nn.BatchNorm2d):
-    """A subclass of a BatchNorm layer, as other libraries have it."""
+    """A subclass of a BatchNorm layer, such as other libraries define."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(super().forward(x))

@@ -274,7 +274,7 @@ def test_a_resume_with_another_number_of_ranks_keeps_the_scaled_learning_rates(r
     first = tmp_path / "whole" / "checkpoints" / "step-00000003.safetensors"
     tree = checkpoint.load(first)
     assert tree["config"]["lr_batch"] == 16
-    # Older versions did not write lr_batch. After a resume, their checkpoints had the new batch_size (here 32, not 16).
+    # Older versions did not write lr_batch, and a resumed run wrote its own batch_size (here 32, not the first run's 16).
     tree["config"] |= {"lr_batch": None, "batch_size": 32}
     old = tmp_path / "old" / "checkpoints" / first.name
     old.parent.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Rules on wrapped optimizers outside the training step."""
+"""Rules on code that has different effects on Horovod's and on dualtrain's wrapped optimizers."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def checkpoint_before_wrapping(source: Source) -> Iterator[Finding]:
 
 
 def _calls_with_optimizer(source: Source, optimizer: ast.expr) -> Iterator[tuple[ast.Call, ast.expr]]:
-    """Yield the calls of the function of which ``optimizer`` is a parameter, each with what it may pass for it."""
+    """Yield (call, value) for the calls of the function with the parameter ``optimizer``, and the values they may pass."""
     scope = source.scope(optimizer)
     if isinstance(scope, Function) and isinstance(optimizer, ast.Name) and optimizer.id in source.parameters(optimizer):
         for call in calls_of(source, scope):
