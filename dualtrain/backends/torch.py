@@ -303,12 +303,12 @@ class TorchBackend(Backend):
         return cores_of_host(self.exchange, [0] * self.size, self.rank)
 
     def _set_longest(self, *, few_cores: bool) -> None:
-        """Set ``_most``, the largest number of bytes of data that is sent in the messages that compare a call.
+        """Set ``_longest``, the largest number of bytes of data that is sent in the messages that compare a call.
 
         Groups of this backend's ranks get the same ``few_cores``.
         """
         self._few_cores = few_cores
-        self._most = longest(self.size, one_host=self._one_host, few_cores=few_cores)
+        self._longest = longest(self.size, one_host=self._one_host, few_cores=few_cores)
 
     def _hold(self, *groups: Any) -> None:
         self._groups += groups
@@ -336,15 +336,15 @@ class TorchBackend(Backend):
 
     def exchange_call(self, numbers: Sequence[int], data: Short | None) -> list[list[int]]:
         # An exchange that has timed out still uses its buffers: reuse only the buffers of an exchange that has ended.
-        buffers, self._buffers = self._buffers or CallBuffers(self.rank, self.size, self._most), None
-        short = data if is_sent_with_call(data, self.size, self._most) else None
+        buffers, self._buffers = self._buffers or CallBuffers(self.rank, self.size, self._longest), None
+        short = data if is_sent_with_call(data, self.size, self._longest) else None
         message = buffers.message(numbers, short)
         self._channel.exchange(message, buffers.rows, buffers.reply, partial(buffers.answer, short))
         self._buffers = buffers
         return buffers.read(short)
 
     def start_matched(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
-        if not is_sent_with_call(Reduction(tensor, op), self.size, self._most):
+        if not is_sent_with_call(Reduction(tensor, op), self.size, self._longest):
             return self.start_allreduce(tensor, op, name)
         self.reduce_checked(Call.on(op.value, tensor, name), tensor, op, name, in_place=True)
         return Done()

@@ -469,7 +469,7 @@ def longest_short_data(backend, port, cores):
         mock.patch("os.sched_getaffinity", return_value=set(range(cores))),
         connect("torch", world=world, transport="native") as new,
     ):
-        return new._most, new.group([0, 1])._most
+        return new._longest, new.group([0, 1])._longest
 
 
 def test_longer_data_is_sent_with_the_comparison_of_calls_if_the_ranks_use_all_cores(pool):
