@@ -19,7 +19,7 @@ class Wrapper(Protocol):
 
     @property
     def may_step(self) -> bool:
-        """Return whether the wrapped optimizer may step now: the wrapper has called its ``step``, or there is one rank."""
+        """Return whether the wrapped optimizer may step now: the wrapper runs this step, or there is one rank."""
 
     def has_local_gradients(self) -> bool:
         """Return whether gradients on this rank are not combined with those of the other ranks."""
@@ -40,7 +40,7 @@ def check_own_steps(optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
     gradients.
     """
     # An optimizer whose class does not call Optimizer.__init__ runs no hooks, and may lack their dictionaries or have plain
-    # dicts in their place, which take no hooks. The names are private in torch 2.5 to 2.15.
+    # dicts in their place, which take no hooks. The names are private API of torch, the same in torch 2.5 to 2.15.
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         if not isinstance(getattr(optimizer, name, None), OrderedDict):
             return

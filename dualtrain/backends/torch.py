@@ -79,7 +79,7 @@ _ADDRESS_BYTES = 128  # longest text of an address, a port and a key prefix
 #: must never drop its parent's groups, since it does not have their threads: it would wait for them, or crash.
 _IN_USE: list[tuple[int, Any]] = []
 _BACKENDS: weakref.WeakSet[TorchBackend] = weakref.WeakSet()
-_ENDING: list[threading.Thread] = []  # threads that still end groups of backends without a failed peer
+_ENDING: list[threading.Thread] = []  # threads that are still ending groups of backends without a failed peer
 _EXIT_SECONDS = 30.0  # longest wait for these threads at exit
 
 

@@ -173,7 +173,7 @@ def wrap(train: Any, val: Any, *, classes: int | None = None, workers: int = 0, 
     """Make a :class:`Task` of two map-style datasets.
 
     Each sample is a pair of an input tensor and a target. The target is a class index (the task's kind is then
-    "classes") or an int64 tensor (t,) (the kind is then "tokens").
+    "classes") or an int64 tensor of shape (t,) (the kind is then "tokens").
 
     ``classes`` may be left out if the training dataset has an attribute ``classes`` (the names, or their number) or
     ``num_classes``.

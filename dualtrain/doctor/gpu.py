@@ -58,7 +58,7 @@ def _major(version: str) -> int:
 
 
 def too_old(gpu: Mapping[str, Any]) -> bool:
-    """Return whether the driver in ``gpu_facts`` supports only CUDA of a lower major version than torch's.
+    """Return whether the driver, by these ``gpu_facts``, supports only CUDA of a lower major version than torch's.
 
     False if one of the two versions is unknown.
     """

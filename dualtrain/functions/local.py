@@ -62,7 +62,7 @@ def run_with(
 
 
 def rank_environment(local_size: int) -> dict[str, str]:
-    """Return the environment for ranks that this process starts: this process's, without the variables of launchers.
+    """Return the environment for ranks that this process starts: a copy of its own, without the variables of launchers.
 
     If OMP_NUM_THREADS is not set, it becomes the number of usable cores divided by ``local_size``, at least 1.
     """

@@ -72,7 +72,10 @@ def is_update(source: Source, node: ast.AST) -> bool:
 
 
 def _reads_elements(source: Source, gradient: ast.Attribute) -> bool:
-    """Return False for ``p.grad.shape``, ``torch.randn_like(p.grad)``, ``p.grad is None`` and similar expressions."""
+    """Return whether the expression around ``gradient`` uses its elements.
+
+    False for ``p.grad.shape``, ``torch.randn_like(p.grad)``, ``p.grad is None`` and similar expressions.
+    """
     node: ast.AST = gradient
     while isinstance(above := source.parents[node], ast.Attribute) and above.attr == "data":
         node = above

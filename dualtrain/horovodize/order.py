@@ -30,8 +30,8 @@ def starts_ranks(source: Source) -> bool:
 def runs_on_driver(source: Source, node: ast.AST) -> bool:
     """Return whether ``node`` perhaps runs only in the driver.
 
-    For this, the script must start ranks, or import a library that may start them. In addition, the function around
-    ``node`` must not call Horovod.
+    For this, the script must start ranks, or import a library that may start them. In addition, the function or
+    module that contains ``node`` must not itself call Horovod.
     """
     if not (source.once(starts_ranks) or any(map(_DRIVERS.match, source.imported_names))):
         return False

@@ -111,6 +111,6 @@ def rebuild(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
         return content
     if kind == "dtype":
         return _DTYPES[content]
-    # Versions up to 0.2.0 wrote the name of the class: "Size", for example.
+    # Versions up to 0.2.0 wrote the name of a tuple's class as its kind: "Size", for example.
     items = [rebuild(item, tensors) for item in content]
     return items if kind == "list" else tuple(items)

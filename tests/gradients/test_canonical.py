@@ -120,7 +120,7 @@ def with_infinite_gradients(backend):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_complex_shards_are_added_by_part(size):
+def test_real_and_imaginary_parts_of_complex_shards_are_added_separately(size):
     assert run_threads(size, with_infinite_gradients) == [[complex(math.inf, 1), 1 + 1.5j, complex(1, -math.inf)]] * size
 
 

@@ -771,7 +771,7 @@ CASES = [
         "wrap(torch.optim.Adam(p))\nadam = torch.optim.Adam(p, weight_decay=0.1)",
     ),
     (
-        "optimizer_state",  # what the function's calls pass for its parameter counts
+        "optimizer_state",  # the finding depends on the optimizers that calls pass to the function
         "from horovod.torch.elastic.state import TorchState\ndef fit(m, o):\n    o = hvd.DistributedOptimizer(o)\n"
         "    TorchState(m, o)  # HERE\nfit(m, torch.optim.Adam(p))",
         "def fit(m, o):\n    o = hvd.DistributedOptimizer(o)\n    hvd.elastic.TorchState(m, o)\n"
@@ -942,7 +942,7 @@ CASES = [
         "    if not more:\n        optimizer.step()",
     ),
     (
-        "accumulation_without_passes",  # no finding if the condition contains a loss, whose value contains i % N
+        "accumulation_without_passes",  # no finding if the condition contains a loss that is computed from i % N
         WRAP + "for i in range(9):\n    count = i % 4\n    model(data[i]).backward()\n"
         "    if not (training and count < 3):\n        optimizer.step()  # HERE",
         WRAP + "for i in range(9):\n    loss = mse_loss(model(data[i % 4]), 0)\n    loss.backward()\n"
@@ -973,14 +973,14 @@ CASES = [
         "    if i % 4 == 0:\n        loss()\n        optimizer.step()",
     ),
     (
-        "accumulation_without_passes",  # no finding for another function's variable, or for the index in a condition's call
+        "accumulation_without_passes",  # no finding for another function's variable, or if i % N is an argument of a call
         WRAP + "for i in range(9):\n    model(x).backward()\n    ok = (i + 1) % 4 == 0\n    if ok and on:\n"
         "        optimizer.step()  # HERE",
         WRAP + "def log(i):\n    ok = i % 9 == 0\nfor i in range(9):\n    model(x).backward()\n    ok = good(x)\n"
         "    if not ok or isnan(model(load(i % 4))):\n        continue\n    optimizer.step()",
     ),
     (
-        "accumulation_without_passes",  # no finding if i % N decides on a value that is compared
+        "accumulation_without_passes",  # no finding if i % N selects how a compared value is computed
         WRAP + "for i in range(9):\n    model(x).backward()\n    ok = True if i % 2 else False\n    if ok and on:\n"
         "        optimizer.step()  # HERE",
         WRAP + "for i in range(9):\n    loss = one(x) if i % 2 else two(x)\n    loss.backward()\n    if loss < 9:\n"
@@ -996,7 +996,7 @@ CASES = [
         "    model(x).backward()\n    if i % 2 == 0:\n        optimizer.step()\n        continue\n    other.step()",
     ),
     (
-        "accumulation_without_passes",  # through two variables and bool(); no finding if the index of the data is i % N
+        "accumulation_without_passes",  # i % N in two variables and bool(); no finding if i % N is an index of the data
         WRAP + "for i, x in enumerate(data):\n    last = bool((i + 1) % n == 0)\n    due = last or i == end\n"
         "    model(x).backward()\n    if due and training:\n        optimizer.step()  # HERE",
         WRAP + "for i in range(9):\n    model(data[i % n]).backward()\n    ok = isfinite(model(data[i % n]))\n"
@@ -1032,7 +1032,7 @@ CASES = [
         "        if i % 3:\n            continue\n        optimizer.step()\n    else:\n        optimizer.step()",
     ),
     (
-        "accumulation_without_passes",  # synchronize() before the step; no finding between the backward passes
+        "accumulation_without_passes",  # no finding if synchronize() also runs between the two backward passes
         f"{WRAP}for x in data:\n    model(x).backward()\n    model(x).backward()\n    optimizer.synchronize()\n"
         "    with optimizer.skip_synchronize():\n        optimizer.step()  # HERE",
         f"{WRAP}for x in data:\n    model(x).backward()\n    optimizer.synchronize()\n    model(x).backward()\n"

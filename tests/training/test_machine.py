@@ -116,7 +116,7 @@ def test_virtual_ranks_use_one_thread_and_a_resumed_run_keeps_the_number_of_virt
         train(tmp_path, "--max-steps", "3", "--resume", "--virtual-ranks", "3")
 
 
-PLAIN = {**parse([]).plain(), "pieces": None}
+PLAIN = {**parse([]).plain(), "pieces": None}  # ``pieces`` is a setting that only a test adds
 MISSING = object()
 
 
