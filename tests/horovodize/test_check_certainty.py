@@ -1,6 +1,6 @@
 """Pairs of scripts for the rules of ``--check``: one script shows a mistake, which a rule must find; the other does not.
 
-The tests at the end of the file are about programs of several files, printed lines, unreachable code and speed.
+The tests after the pairs are about keyword arguments, programs of several files, messages, unreachable code and speed.
 """
 
 from __future__ import annotations
@@ -53,20 +53,21 @@ WRAP_METHOD = (
 AVERAGE = "def average(x):\n    return hvd.allreduce(x)\n"
 TEST_SAMPLER = f"{WRAP}s = {SAMPLER}\n"
 TRAIN_SAMPLER = TEST_SAMPLER.replace("test", "train")
-DATA = "torch.utils.data.DataLoader"
-TEST = f"test_loader = {DATA}"
+DATA_LOADER = "torch.utils.data.DataLoader"
+TEST = f"test_loader = {DATA_LOADER}"
 DATA_SAMPLER = SAMPLER.replace("test_data", "d")
-SAMPLED = f"x = {DATA}(d, sampler={DATA_SAMPLER})\n"
+SAMPLED = f"x = {DATA_LOADER}(d, sampler={DATA_SAMPLER})
+"
 RANDOM = "torch.utils.data.RandomSampler(d)"
 EPOCHS = "for epoch in range(9):\n    for y in x: loss.backward()"
 FITS = (
     "class Fit:\n    def run(self, given):\n        for self.epoch in range(9):\n            for x in given:\n"
     "                model(x).backward()\n"
 )
-WRAPPED_FIRST = "o = hvd.DistributedOptimizer(torch.optim.SGD(first.parameters(), 1))\n"
+WRAP_CRITIC = "o = hvd.DistributedOptimizer(torch.optim.SGD(first.parameters(), 1))\n"
 MNIST = "from torchvision.datasets import MNIST\n"
-WRAPS = "hvd.DistributedOptimizer"
-SENDS = "hvd.broadcast_optimizer_state"
+DISTRIBUTED_OPTIMIZER = "hvd.DistributedOptimizer"
+BROADCAST_STATE = "hvd.broadcast_optimizer_state"
 CYCLIC = "torch.optim.lr_scheduler.CyclicLR"
 AUGMENTS = "import torchvision\ntorchvision.transforms.RandomCrop(3)\n"
 HALF = "hvd.Compression.fp16"
@@ -126,7 +127,7 @@ CASES = [
     ),
     *(
         (
-            "same_order_every_epoch",  # no finding if other code gets the loader by another variable
+            "same_order_every_epoch",  # no finding if other code gets the loader through another variable
             f"s = torch.utils.data.DistributedSampler(d, 2, 0)\nl = torch.utils.data.DataLoader(d, sampler=s)\n{copy}\n"
             "for epoch in range(3):\n    for x in l: pass",
             f"s = torch.utils.data.DistributedSampler(d, 2, 0)\nl = torch.utils.data.DataLoader(d, sampler=s)\n{copy}\n"
@@ -346,14 +347,14 @@ CASES = [
         "first = first and args.log\nif first:\n    hvd.barrier()",
     ),
     (
-        "collective_on_some_ranks",  # a property that is true on rank 0 only; no finding if it may be true on all ranks
+        "collective_on_some_ranks",  # a property (with Horovod, true on rank 0 only); none if it may be true on all ranks
         "class T:\n    @property\n    def first(self):\n        return not args.horovod or hvd.rank() == 0\n"
         "    def f(self):\n        if self.first:\n            hvd.barrier()",
         "class T:\n    @property\n    def first(self):\n        return args.debug or hvd.rank() == 0\n"
         "    def f(self):\n        if self.first:\n            hvd.barrier()",
     ),
     (
-        "collective_on_some_ranks",  # a function that is true on rank 0 only; no finding if it may be true on all ranks
+        "collective_on_some_ranks",  # a function (with Horovod, true on rank 0 only); none if it may be true on all ranks
         "parallel = args.mpi or args.gloo\nif parallel:\n    hvd.init()\nrank = hvd.rank() if parallel else 0\n"
         "def first():\n    if not parallel:\n        return True\n    return rank == 0\nif first():\n    hvd.barrier()",
         "parallel = args.mpi or args.gloo\nif parallel:\n    hvd.init()\nrank = hvd.rank() if parallel else 0\n"
@@ -370,12 +371,12 @@ CASES = [
         "root = 0\nfor root in range(hvd.size()):\n    if hvd.rank() == root:\n        hvd.barrier()",
     ),
     (
-        "sampler_by_local_rank",  # the seed decides which samples a rank gets
+        "sampler_by_local_rank",  # no finding if the seed, and so the order of the samples, depends on the rank
         f"{WRAP}s = torch.utils.data.DistributedSampler(d, hvd.size(), rank=0, seed=3)",
         f"{WRAP}s = torch.utils.data.DistributedSampler(d, hvd.size(), rank=0, seed=hvd.rank())",
     ),
     (
-        "inner_given",  # no finding for a wrapper in a dictionary, because a loop may use it
+        "inner_given",  # no finding for a wrapper in a dictionary, because a loop over it may step the wrapper
         "base = torch.optim.SGD(p, 1)\nif args.horovod:\n    wrapper = hvd.DistributedOptimizer(base)\nregister(base)",
         "base = torch.optim.SGD(p, 1)\nif args.horovod:\n    some['a'] = hvd.DistributedOptimizer(base)\nregister(base)",
     ),
@@ -392,7 +393,7 @@ CASES = [
         "    wrapper = hvd.DistributedOptimizer(optimizer)\n    wrapper.step()\nelse:\n    optimizer.step()",
     ),
     (
-        "collective_on_some_ranks",  # a flag from a conditional expression
+        "collective_on_some_ranks",  # a flag from a conditional expression; no finding if it may be true on all ranks
         "first = hvd.rank() == 0 if args.horovod else True\nif first:\n    hvd.barrier()",
         "first = hvd.rank() == 0 if args.log else True\nif first:\n    hvd.barrier()",
     ),
@@ -428,7 +429,7 @@ CASES = [
     ),
     *(
         (
-            # A condition after a return of the other ranks, and one in a function that is defined under the same condition.
+            # A condition after the other ranks have returned, and one in a function defined under the same condition.
             "collective_on_some_ranks",
             f"{first}\n    {second}:\n{inner}",
             f"{first}\n    {second}:\n{inner}    else:\n        hvd.barrier()",
@@ -468,7 +469,7 @@ CASES = [
         f"from utils import any_worker\n{LOSS}    if any_worker(torch.isnan(loss)):\n        continue\n{STEP}",
     ),
     (
-        "step_skipped_by_own_loss",  # no finding if a function of the script returns the value of all ranks
+        "step_skipped_by_own_loss",  # no finding if a function of the script returns the average over all ranks
         f"def f(x):\n    return x\n{LOSS}    value = loss.item()\n    if value > 9:\n        continue\n{STEP}",
         f"def f(x):\n    return hvd.allreduce(x)\n{LOSS}    loss.data = f(loss.data)\n    if loss > 9:\n"
         f"        continue\n{STEP}",
@@ -591,12 +592,14 @@ CASES = [
         for t, calls in (("t", "save(parse())"), ("t", "save(T())\nsave(options)"), ("t", ""), ("t: Options", "save(T())"))
     ),
     (
-        "discarded_result",  # a value of the result that nothing uses
+        "discarded_result",  # a conversion of the result that nothing uses
         "hvd.broadcast(torch.tensor(start), 0).item()",
         "print(hvd.broadcast(torch.tensor(start), 0).item())\nhvd.allreduce(torch.zeros(1)).item()",
     ),
     (
-        "discarded_result",  # no finding for a method that is not called here, and for a value in a function that measures
+        # No finding for a method that is not called here, for a method of an object that is not a tensor, and in a
+        # function that measures.
+        "discarded_result",
         "hvd.allreduce(loss).item()",
         "run(hvd.allreduce(loss).item)\nhvd.broadcast_object(f(), 0).to(1)\n"
         "def benchmark():\n    hvd.allreduce(loss).item()",
@@ -607,7 +610,7 @@ CASES = [
         "hvd.allreduce(torch.zeros(1))\nhandle = hvd.allreduce_async(torch.zeros(1))\nhvd.synchronize(handle)",
     ),
     (
-        "loaded_on_some_ranks",  # a docstring sends nothing
+        "loaded_on_some_ranks",  # the word broadcast in a docstring does not count; in another string it does
         f'"""Load, then broadcast the step."""\n{WRAP}if hvd.rank() == 0:\n    model.load_state_dict(s)\n{TRAIN}',
         f'x = """Load, then broadcast the step."""\n{WRAP}if hvd.rank() == 0:\n    model.load_state_dict(s)\n{TRAIN}',
     ),
@@ -619,19 +622,19 @@ CASES = [
     ),
     (
         "same_order_every_epoch",  # an attribute counts the epochs, and a method of the script gets the loader
-        f"{TRAIN_SAMPLER}loader = {DATA}(d, sampler=s)\n{FITS}Fit().run(loader)",
-        f"{TRAIN_SAMPLER}loader = {DATA}(d, sampler=s)\n{FITS}other.run(loader)",
+        f"{TRAIN_SAMPLER}loader = {DATA_LOADER}(d, sampler=s)\n{FITS}Fit().run(loader)",
+        f"{TRAIN_SAMPLER}loader = {DATA_LOADER}(d, sampler=s)\n{FITS}other.run(loader)",
     ),
     (
         "same_order_every_epoch",
-        f"{TRAIN_SAMPLER}loader = {DATA}(d, sampler=s)\n{FITS}f = Fit()\nf.run(loader)",
-        f"{TRAIN_SAMPLER}loader = {DATA}(d, sampler=s)\n{FITS}f = Fit()\ns.set_epoch(f.epoch)\nf.run(loader)",
+        f"{TRAIN_SAMPLER}loader = {DATA_LOADER}(d, sampler=s)\n{FITS}f = Fit()\nf.run(loader)",
+        f"{TRAIN_SAMPLER}loader = {DATA_LOADER}(d, sampler=s)\n{FITS}f = Fit()\ns.set_epoch(f.epoch)\nf.run(loader)",
     ),
     *(
         (
             "same_order_every_epoch",  # no finding if the method may pass the loader to other code
-            f"{TRAIN_SAMPLER}loader = {DATA}(d, sampler=s)\n{FITS}Fit().run(loader)",
-            f"{TRAIN_SAMPLER}loader = {DATA}(d, sampler=s)\n{fits}Fit().run(loader)",
+            f"{TRAIN_SAMPLER}loader = {DATA_LOADER}(d, sampler=s)\n{FITS}Fit().run(loader)",
+            f"{TRAIN_SAMPLER}loader = {DATA_LOADER}(d, sampler=s)\n{fits}Fit().run(loader)",
         )
         for fits in (
             f"{FITS}            hook(given)\n",
@@ -640,13 +643,13 @@ CASES = [
         )
     ),
     (
-        "accumulation_without_passes",  # no finding if a detached result is the only use of the model
-        f"{CRITICS}{WRAPPED_FIRST}first(second(x)).backward()\nfirst(x).backward()\no.step()",
-        f"{CRITICS}{WRAPPED_FIRST}y = first(x).detach()\nsecond(y).backward()\nother.step()\nfirst(x).backward()\no.step()",
+        "accumulation_without_passes",  # no finding if one of the losses uses the model only through detach()
+        f"{CRITICS}{WRAP_CRITIC}first(second(x)).backward()\nfirst(x).backward()\no.step()",
+        f"{CRITICS}{WRAP_CRITIC}y = first(x).detach()\nsecond(y).backward()\nother.step()\nfirst(x).backward()\no.step()",
     ),
     *(
         (
-            "schedule_on_some_ranks",  # no finding if a single broadcast is in the loop of the steps
+            "schedule_on_some_ranks",  # no finding if the loop that steps the schedule contains the only broadcast
             f"{STEPPED}{before}for epoch in range(9):\n{EPOCH_STEP}",
             f"{STEPPED}for epoch in range(9):\n    {sent}\n{EPOCH_STEP}",
         )
@@ -708,7 +711,7 @@ CASES = [
         "if __name__ == '__main__':\n    half = False\n    c = hvd.Compression.fp16 if half else hvd.Compression.none",
     ),
     (
-        "use_after_shutdown",  # a finding if one condition is around both calls; none if only a handler shuts down
+        "use_after_shutdown",  # a finding if one condition is around both calls; none if only an except clause shuts down
         "if __name__ == '__main__':\n    if done:\n        hvd.shutdown()\n        hvd.rank()",
         "try:\n    train()\nexcept ValueError:\n    hvd.shutdown()\nhvd.rank()",
     ),
@@ -782,16 +785,20 @@ CASES = [
             f"{EPOCH}    if many:\n        s.step(world_mean(total))\n    else:\n        s.step(total)",
             f"{EPOCH}    if alone:\n        s.step(total)",
             f"@averaged\n{EPOCH}    return total\ns.step(fit())",
-            f"{EPOCH}    return total\nclass T:\n    def fit(self):\n        return 0\ns.step(fit())",  # two functions
+            # two functions named fit
+            f"{EPOCH}    return total\nclass T:\n    def fit(self):\n        return 0\ns.step(fit())",
             # averaged after the backward pass
             EPOCH.replace("        total +=", "        loss = world_mean(loss)\n        total +=") + "    s.step(total)",
             # loops for training and evaluation
             EPOCH.replace("        loss.backward()", "        if grad:\n            loss.backward()") + "    s.step(total)",
             EPOCH.replace("        loss.backward()", "        if not grad:\n            continue\n        loss.backward()")
             + "    s.step(total)",
-            EPOCH.replace("        optimizer.step()\n", "") + "    s.step(total)",  # gradients of the inputs
+            # without a step: the gradients may be for the inputs only
+            EPOCH.replace("        optimizer.step()\n", "") + "    s.step(total)",
+            # combine() may change the total: an attribute, and a global variable
             EPOCH.replace("total", "self.total") + "    combine(self)\n    s.step(self.total)",
             EPOCH.replace("    total = 0", "    global total\n    total = 0") + "    combine()\n    s.step(total)",
+            # the result of a function that is not in the script
             EPOCH.replace("        loss = model(x)\n        loss.backward()", "        model(x).backward()")
             .replace("    total = 0\n", "")
             .replace("        total += loss.item() / 2\n    total /= len(data)\n", "")
@@ -799,7 +806,7 @@ CASES = [
         )
     ),
     (
-        "schedule_by_own_loss",  # no finding if each rank trains a model of its own
+        "schedule_by_own_loss",  # no finding if the schedule may be that of an optimizer that is not wrapped
         f"{PLATEAU}{EPOCH}    s.step(total)",
         f"{PLATEAU}s = torch.optim.lr_scheduler.ReduceLROnPlateau(own)\n{EPOCH}    s.step(total)",
     ),
@@ -841,7 +848,9 @@ CASES = [
     ),
     *(
         (
-            "every_rank_reads_all",  # no finding if the data set gets all options, with the rank; help texts do not count
+            # No finding if the data set gets all options, with the rank. The words MPI and rank in the parser's calls do
+            # not show that the data is split.
+            "every_rank_reads_all",
             f"{WRAP}{before}\nd = Data(args.folder)\nfor x in torch.utils.data.DataLoader(d, shuffle=True):\n    pass",
             f"{WRAP}{before}\nd = Data(args)\nfor x in torch.utils.data.DataLoader(d, shuffle=True):\n    pass",
         )
@@ -851,7 +860,7 @@ CASES = [
         )
     ),
     (
-        "every_rank_reads_all",  # an attribute of settings; no finding for an attribute of an unknown parameter
+        "every_rank_reads_all",  # a parameter named args has settings; no finding for other names: the values are unknown
         f"def fit(args):\n    {WRAP}    d = Data(args.folder)\n"
         "    for x in torch.utils.data.DataLoader(d, shuffle=True):\n        pass\nfit(parse())",
         f"def fit(data):\n    {WRAP}    d = Data(data.folder)\n"
@@ -859,7 +868,7 @@ CASES = [
     ),
     *(
         (
-            "loop_by_value_of_some_ranks",  # an object that only rank 0 calls; no finding if other ranks may change it
+            "loop_by_value_of_some_ranks",  # an object that only rank 0 calls; no finding if other ranks may change theirs
             f"{STOPPER}    if hvd.rank() == 0:\n        stopper{call}(loss)\n    if stopper.stop:\n        break",
             f"{STOPPER}    if hvd.rank() == 0:\n        stopper{call}(loss)\n    {other}\n"
             "    if stopper.stop:\n        break",
@@ -952,9 +961,27 @@ SAME_CALLS = [
         f"{TRAIN}for x in test_loader: f(x)",
     ),
     ("sampler_with_shuffle", TEST_SAMPLER, f"{TEST}(d, 2, True, s)", f"{TEST}(d, 2, shuffle=True, sampler=s)", ""),
-    ("every_rank_reads_all", WRAP, f"x = {DATA}(d, 2, True, None)", f"x = {DATA}(d, shuffle=True, sampler=None)", "run(x)"),
-    ("every_rank_reads_all", WRAP, f"x = {DATA}(d, 2, None, {RANDOM})", f"x = {DATA}(d, sampler={RANDOM})", "run(x)"),
-    ("same_order_every_epoch", TRAIN_SAMPLER, f"x = {DATA}(d, 2, None, s)", f"x = {DATA}(d, sampler=s)", EPOCHS),
+    (
+        "every_rank_reads_all",
+        WRAP,
+        f"x = {DATA_LOADER}(d, 2, True, None)",
+        f"x = {DATA_LOADER}(d, shuffle=True, sampler=None)",
+        "run(x)",
+    ),
+    (
+        "every_rank_reads_all",
+        WRAP,
+        f"x = {DATA_LOADER}(d, 2, None, {RANDOM})",
+        f"x = {DATA_LOADER}(d, sampler={RANDOM})",
+        "run(x)",
+    ),
+    (
+        "same_order_every_epoch",
+        TRAIN_SAMPLER,
+        f"x = {DATA_LOADER}(d, 2, None, s)",
+        f"x = {DATA_LOADER}(d, sampler=s)",
+        EPOCHS,
+    ),
     ("saved_by_all_ranks", INIT, "open('x', 'w')", "open(file='x', mode='w')", ""),
     ("saved_by_all_ranks", INIT, "t.to_csv('x')", "t.to_csv(path_or_buf='x')", ""),
     (
@@ -970,15 +997,15 @@ SAME_CALLS = [
     (
         "predivided_groups",
         "",
-        f"{WRAPS}(o, n, c, 1, op, 2.0, 3)",
-        f"{WRAPS}(o, gradient_predivide_factor=2.0, num_groups=3)",
+        f"{DISTRIBUTED_OPTIMIZER}(o, n, c, 1, op, 2.0, 3)",
+        f"{DISTRIBUTED_OPTIMIZER}(o, gradient_predivide_factor=2.0, num_groups=3)",
         "",
     ),
     (
         "adasum_skipping",
         "",
-        f"o = {WRAPS}(o, n, c, 1, hvd.Adasum)",
-        f"o = {WRAPS}(o, op=hvd.Adasum)",
+        f"o = {DISTRIBUTED_OPTIMIZER}(o, n, c, 1, hvd.Adasum)",
+        f"o = {DISTRIBUTED_OPTIMIZER}(o, op=hvd.Adasum)",
         "o.skip_synchronize()",
     ),
     (
@@ -986,7 +1013,7 @@ SAME_CALLS = [
         "",
         "o = torch.optim.SGD(p, 1, 0, 0, 1)",
         "o = torch.optim.SGD(p, weight_decay=1)",
-        f"{SENDS}(o, 0)",
+        f"{BROADCAST_STATE}(o, 0)",
     ),
     ("rate_times_size", "", f"{CYCLIC}(o, 1, hvd.size())", f"{CYCLIC}(o, 1, max_lr=hvd.size())", ""),
     ("same_gpu", INIT, "model.to('cuda')", "model.to(device='cuda')", WRAP),
@@ -1030,7 +1057,7 @@ def test_a_rule_has_a_finding_only_where_the_source_shows_the_mistake(rule, scri
         ("stop = list(map(comm.synchronize, stops))", 0),
     ],
 )
-def test_synchronized_gradients_and_devices_do_not_hide_values_that_only_some_ranks_have(line, count):
+def test_a_synchronize_that_only_waits_does_not_hide_values_that_only_some_ranks_have(line, count):
     wrap = f"import torch\n{WRAP}"
     load = f"{wrap}if hvd.rank() == 0:\n    model.load_state_dict(x)\nloss.backward()\n"
     rate = f"{wrap}for e in r:\n    train(e)\n    if hvd.rank() == 0:\n        optimizer.param_groups[0]['lr'] *= 0.1\n"
@@ -1144,11 +1171,11 @@ def test_code_that_may_run_after_init_with_another_value_of_a_variable_is_not_ex
 
 def count_profile_events(text):
     """Return the number of calls and returns of functions during a check."""
-    script, calls = source(text), 0
+    script, events = source(text), 0
 
     def count(*_):
-        nonlocal calls
-        calls += 1
+        nonlocal events
+        events += 1
 
     before = sys.getprofile()
     sys.setprofile(count)
@@ -1156,7 +1183,7 @@ def count_profile_events(text):
         findings(script)
     finally:
         sys.setprofile(before)
-    return calls
+    return events
 
 
 @pytest.mark.parametrize(
