@@ -131,7 +131,7 @@ class Waits:
         return BackendError(f"{what} failed on {self._in_words()}: {reason}")
 
     def _in_words(self) -> str:
-        """Return ``rank 0 of 2``, or in a group ``rank 2 of ranks 0, 2``: the numbers are those of ranks in the job."""
+        """Return ``rank 0 of 2`` or, if the members' ranks in the job are not 0, 1, …, ``rank 2 of ranks 0, 2``."""
         of_job = self.members == tuple(range(self.size))
         return f"rank {self.job_rank} of {self.size if of_job else ranks_in_words(self.members)}"
 

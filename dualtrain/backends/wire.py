@@ -149,8 +149,8 @@ def average_(total: torch.Tensor, size: int) -> torch.Tensor:
     """Divide a sum over ``size`` ranks, in place, the same way on every backend.
 
     Floating-point and complex sums are multiplied by 1/size in their own precision. Integers use integer division,
-    truncated toward zero, as Horovod documents (Horovod itself multiplies in floating point; its result is one too small
-    for some sizes).
+    truncated toward zero. (Horovod truncates the product of the sum and 1/size in floating point, so its result is off by
+    one for some sizes.)
     """
     if total.is_floating_point() or total.is_complex():
         return total.mul_(_reciprocal(size, total.dtype.to_real()))

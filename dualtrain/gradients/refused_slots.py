@@ -15,7 +15,7 @@ class RefusedSlots:
     Attributes:
         misplaced: its gradient lies in the memory of another gradient. Found by ``Bucket.pack``.
         sparse: its gradient is sparse, although a fixed order of the sum needs dense ones. Found by ``Bucket.pack``.
-        reshaped: its gradient or parameter has a new shape. Found by ``Bucket.pack``, which sends zeros for it.
+        reshaped: its gradient or parameter has a new shape. Found by ``Bucket.pack``, which packs zeros for it.
         trained_elsewhere: it is frozen on this rank, and has a gradient on other ranks. Found by ``Bucket.unpack``. For
             the last bucket, this may also be the slot of a sparse gradient, which is in no bucket: found by
             ``SparseGradients.reduce``.

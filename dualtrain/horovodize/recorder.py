@@ -328,7 +328,7 @@ def summary(p: Any) -> list[Any]:
 
 
 def checksums(params: list[Any]) -> list[int]:
-    """Return the sum of each tensor's elements, read as integers. Changed bits change the sum, unless they cancel out."""
+    """Return, for each tensor, the sum of its elements' bits as integers. Changed bits change it, unless they cancel."""
     import torch
 
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -80,7 +80,7 @@ class Semaphores:
     def try_wait(self, kind: int, source: int, *, spin: bool) -> bool:
         """Consume a post of rank ``source`` and return True, or return False.
 
-        With ``spin``, try for some tens of microseconds if there is a core for each rank.
+        If ``spin`` is true here and in the constructor, try for some tens of microseconds, else once.
         """
         received = self._received[kind][source]
         if 0 in received:

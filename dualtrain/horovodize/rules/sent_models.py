@@ -16,7 +16,7 @@ _SHARED = re.compile(r"torch\.(cuda\.)?device$")
 
 
 def owner_of(value: ast.expr | None, *methods: str) -> ast.Name | ast.Attribute | None:
-    """Return the variable ``x`` of ``x.method()``, or None if ``value`` is something else."""
+    """Return the variable ``x`` if ``value`` is ``x.method()`` with one of ``methods``, else None."""
     func = value.func if isinstance(value, ast.Call) else None
     if isinstance(func, ast.Attribute) and func.attr in methods and isinstance(func.value, ast.Name | ast.Attribute):
         return func.value

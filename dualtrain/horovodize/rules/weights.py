@@ -128,14 +128,15 @@ def _loaded(source: Source, guards: Guards, load: ast.Call) -> tuple[ast.expr, a
     return owner, load
 
 
-#: Calls that send a tensor of one rank if the tensors of all other ranks are zero.
+#: In-place allreduces. Their sum acts as a broadcast of one rank's tensor if the tensors of all other ranks are zero.
 _SUMS = ("allreduce_", "allreduce_async_", "grouped_allreduce_", "grouped_allreduce_async_")
 
 
 def _may_sum_parts(source: Source, call: ast.Call, model: str) -> bool:
-    """Return whether ``call`` may sum parts of ``model``: its arguments, or what loops around it go over, name ``model``.
+    """Return whether ``call`` may sum parts of ``model``.
 
-    A call with a gradient in its arguments does not count.
+    It may if its arguments, or the iterable of a ``for`` loop around it, contain the name ``model``. A call with a gradient
+    in its arguments does not count.
     """
     given = given_values(call)
     if any(last_name(part) == "grad" for value in given for part in ast.walk(value)):
