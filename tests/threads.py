@@ -181,7 +181,7 @@ class ThreadsBackend(Backend):
 
     @property
     def gradient_path(self) -> ThreadsBackend:
-        """This backend, with a separate count of operations."""
+        """A copy of this backend that counts its operations separately."""
         path = copy.copy(self)
         path._kind = "gradients"
         return path

@@ -226,7 +226,7 @@ def test_the_error_says_do_not_restart_only_if_the_launcher_restarts_ranks(capsy
         assert capsys.readouterr().err == f"dualtrain: error: {said}\n"
 
 
-# Program whose run has saved a checkpoint because of a signal. The signal arrives again before the program exits.
+# Program whose training raises StoppedError, as after a signal. The signal arrives twice more before the program exits.
 STOPPED_TWICE = """
 import os, signal, sys
 import dualtrain.main, dualtrain.training.loop
@@ -278,8 +278,9 @@ def test_a_rank_that_a_signal_ends_leaves_no_temporary_folder(tmp_path, number):
         assert not os.listdir(folder)
 
 
-# Program that sends itself SIGUSR1 while main imports its modules, and prints whether SIGUSR1 is ignored at exit.
-SAVED_EARLY = """
+# Program that sends itself SIGUSR1 while main imports its modules, and prints the exit status and whether SIGUSR1 is then
+# ignored.
+SIGUSR1_DURING_IMPORTS = """
 import os, runpy, signal, sys
 for name in [name for name in sys.modules if name.partition(".")[0] == "dualtrain"]:
     del sys.modules[name]
@@ -296,5 +297,5 @@ runpy.run_module("dualtrain.main", run_name="__main__", alter_sys=True)
 
 
 def test_a_sigusr1_during_the_imports_or_at_exit_does_not_kill_the_command(tmp_path):
-    end = run(("-c", SAVED_EARLY), tmp_path, env=ENV)
+    end = run(("-c", SIGUSR1_DURING_IMPORTS), tmp_path, env=ENV)
     assert (end.returncode, end.stdout) == (0, "2 True\n"), end.stderr

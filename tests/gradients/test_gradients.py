@@ -206,7 +206,7 @@ def test_gradients_of_other_dtypes_than_float32_are_averaged(typical):
     typical.each(of_dtype, [(dtype,) for dtype in TOLERANCES])
 
 
-def large_halves(backend):
+def large_float16_gradients(backend):
     p = nn.Parameter(torch.zeros(3, dtype=torch.float16))
     reducer = GradientReducer([("p", p)], backend)
     (p.float() * 60000.0).sum().backward()
@@ -215,7 +215,7 @@ def large_halves(backend):
 
 
 def test_the_average_of_large_16_bit_gradients_does_not_overflow(typical):
-    typical(large_halves)
+    typical(large_float16_gradients)
 
 
 class Mixed(nn.Module):
@@ -1636,7 +1636,7 @@ def test_a_step_does_not_use_gradients_that_were_dropped_after_all_were_sent(typ
 
 
 def drops_sums_later(backend, drop):
-    """End the exchange with ``synchronize()``, and drop the sums by ``zero_grad()`` of the model, not the optimizer.
+    """End a failed backward's exchange with ``synchronize()``, and drop the sums by the model's own ``zero_grad()``.
 
     With ``drop="no_sync"``, the next backward is inside ``no_sync``.
     """

@@ -298,7 +298,7 @@ def test_a_counter_whose_change_per_pass_differs_slightly_between_shards_is_refu
 
 
 def samples_of_uneven_passes(backend, difference):
-    """Count the samples in a step whose shards have three passes, of 3 or 4 samples; return the count.
+    """Take a step in which each shard counts its samples in a buffer, in three passes of 3 or 4; return the buffer.
 
     The last shard has ``difference`` more samples.
     """
@@ -345,7 +345,7 @@ def test_a_counter_that_shards_change_by_unequal_amounts_is_refused_on_every_ran
 
 
 def calls_in_averaged_model(backend):
-    """Return the averaged model's buffer ``calls`` after two steps and two evaluations.
+    """Return the buffer ``calls`` of the averaged model (``ema``) after two steps and two evaluations.
 
     Every forward pass adds 1 to ``calls``. The shards of a step start from the same value, so a step adds 1, not 4.
     """
