@@ -102,7 +102,8 @@ class Layout:
     def wrap(self, statement: ast.stmt, header: str) -> list[Edit]:
         """Return the edits that put ``statement`` into a block under ``header``.
 
-        Return no edits if the lines of ``statement`` contain other code.
+        Return no edits if the lines of ``statement`` contain other code. For a compound statement that contains a
+        multi-line string, the edits may give invalid code, which ``fix.repair`` does not use.
         """
         first, prefix = self._line_of(self.start(statement))
         last, _ = self._line_of(self.end(statement))

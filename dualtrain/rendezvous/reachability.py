@@ -70,7 +70,7 @@ def _try_to_reach(rank: int, other: int, get: Callable[[str], str]) -> str | Non
     try:
         socket.create_connection((host, int(port)), _SECONDS).close()
     except OSError as error:
-        if host.startswith("127."):  # `address` found no other
+        if host.startswith("127."):  # ``hosts.address`` found no other address
             return (
                 f"rank {rank} on {socket.gethostname()} cannot reach the host of rank {other}, whose only IPv4 address is "
                 f"{host}: give all hosts IPv4 addresses at which they reach each other; IPv6 is not enough"

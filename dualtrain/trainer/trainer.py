@@ -93,7 +93,8 @@ class Trainer:
         seed: with ``virtual_ranks``, the seed of all random numbers in forward passes. The generators of torch, numpy and
             Python are seeded before each shard, and after each step and evaluation; they are then equal on all ranks. If a
             program has several trainers, give each a different seed: with equal seeds, they draw the same numbers. A
-            resume seeds the generators too, so the trainer that took the last step before the save must resume last.
+            resume sets the generators too: of several trainers, the one that took the last step before the save must resume
+            last.
 
     Raises:
         TypeError: ``model`` is not a module, ``optimizer`` is not an optimizer, ``backend`` is not what ``connect()``
@@ -261,7 +262,7 @@ class Trainer:
             warnings.warn("Trainer.step(news=…) is deprecated: use control_flags", DeprecationWarning, stacklevel=2)
             control_flags = news
         try:
-            flags = [*array("d", control_flags)]  # unlike float(), it refuses texts
+            flags = [*array("d", control_flags)]  # unlike float(), it refuses strings
         except (OverflowError, TypeError, ValueError, RuntimeError):  # RuntimeError: a tensor of several elements
             raise ValueError(
                 f"control_flags={control_flags!r} does not consist of numbers: give {CONTROL_FLAGS}, such as zeros"
@@ -280,13 +281,13 @@ class Trainer:
         return step
 
     def _compare_weights(self, **values: float) -> None:
-        """Check that the weights and ``values`` are the same on all ranks, unless the trainer is closed. Collective.
+        """Check that weights, learning rates and ``values`` are equal on all ranks. Collective.
 
-        With virtual ranks, also warn if buffers differ.
+        If the trainer is closed, do not compare them. With virtual ranks, also warn if buffers differ.
 
         Raises:
             RanksDifferError: they differ.
-            UserError: the model's parameters differ from its average's in names or shapes, also if the trainer is closed.
+            UserError: the model's parameters and the average's differ in names or shapes, also if the trainer is closed.
         """
         check = None if self.ema is None else partial(check_parameters, self.ema.module, self.model)
         if not self._closed:  # otherwise the model may be trained by other means
@@ -298,9 +299,9 @@ class Trainer:
             check()
 
     def _update(self, factor: float) -> None:
-        """Multiply the gradients, which are the same on every rank, by ``factor``, clip them, and use them.
+        """Multiply the gradients, which are the same on every rank, by ``factor``, and clip them.
 
-        Steps the optimizer and the schedule, and updates the average of the weights. For DivergedError, see :meth:`step`.
+        Then step the optimizer and the schedule, and update the average of weights. For DivergedError, see :meth:`step`.
         """
         scaler = self.precision.scaler
         scales = scaler.is_enabled()
@@ -448,8 +449,8 @@ class Trainer:
                 has_batches = True
                 if not step.totals[1] > 0:  # all targets are ignored
                     self.advance_schedule()
-            # The ranks need not compare before the next step if some rank expects another batch. A rank expects one until
-            # it has read as many as its loader's length, or until its loader ends.
+            # The ranks need not compare batches before the next step if some rank expects another batch. A rank expects
+            # one until it has read ``len(loader)`` batches, or until its loader ends.
             total, compare = added(total, step.totals), not (expected and step.control_flags[0])
 
     def _compare_batches(self, mine: list[Tensors]) -> tuple[float, bool, bool]:
@@ -541,8 +542,8 @@ class Trainer:
 
         State that differs between ranks is included once for each rank: running statistics, the modules' extra state, the
         states of random generators, and the buffers of a ``loss`` that is a module of your own. With virtual ranks, only
-        the loss's buffers may differ. The states of the ranks are equal, except that ``"model"`` and ``"ema"`` have the
-        rank's own buffers and extra state.
+        the loss's buffers may differ. All ranks return equal dicts, except that ``"model"`` and ``"ema"`` have the rank's
+        own buffers and extra state.
 
         The weights and the optimizer's state are the tensors in use, as in a module's ``state_dict()``: the next step
         changes them. Make a deep copy of the state to keep it in memory.
@@ -616,7 +617,7 @@ class Trainer:
                 self.ema.n_averaged.zero_()
             else:
                 self.ema.load_state_dict(state["ema"])
-            # As after each step, use this rank's own buffers, not the buffers of the rank that wrote the file.
+            # As after each step, use this rank's own buffers, not those of the rank that made the state.
             self._copy_buffers(self.ema.module)
 
     def save(self, path: str | Path) -> None:

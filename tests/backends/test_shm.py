@@ -364,7 +364,7 @@ def test_a_different_sum_on_one_rank_is_an_error_on_every_rank(name, count):
 
 
 def done_after_a_failure(backend):
-    """Start different sums, first on rank 0. Assert that rank 0's sum is done, and fails, once rank 1 started its own."""
+    """Start different sums, first on rank 0. Assert that rank 0's is done, and fails, once rank 1 has started its own."""
     library, backend = backend, share_memory(backend, (0,) * backend.size)
     if backend.rank == 0:
         work = backend.start_sum(torch.ones(3), "t")
