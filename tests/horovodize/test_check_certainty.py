@@ -56,8 +56,7 @@ TRAIN_SAMPLER = TEST_SAMPLER.replace("test", "train")
 DATA_LOADER = "torch.utils.data.DataLoader"
 TEST = f"test_loader = {DATA_LOADER}"
 DATA_SAMPLER = SAMPLER.replace("test_data", "d")
-SAMPLED = f"x = {DATA_LOADER}(d, sampler={DATA_SAMPLER})
-"
+SAMPLED = f"x = {DATA_LOADER}(d, sampler={DATA_SAMPLER})\n"
 RANDOM = "torch.utils.data.RandomSampler(d)"
 EPOCHS = "for epoch in range(9):\n    for y in x: loss.backward()"
 FITS = (
@@ -114,9 +113,9 @@ CASES = [
     ),
     (
         "padded_evaluation",  # no finding for a sampler of training, if the calls of the function are unknown
-        f"def main():\n    s = {DATA_SAMPLER}\n    x = {DATA}(d, sampler=s)\n    judge().run(x)\n"
+        f"def main():\n    s = {DATA_SAMPLER}\n    x = {DATA_LOADER}(d, sampler=s)\n    judge().run(x)\n"
         "class Judge:\n    def run(self, x):\n        model.eval()\n        for y in x: model(y)",
-        f"def main():\n    s = {DATA_SAMPLER}\n    s.set_epoch(1)\n    x = {DATA}(d, sampler=s)\n    judge().run(other)\n"
+        f"def main():\n    s = {DATA_SAMPLER}\n    s.set_epoch(1)\n    x = {DATA_LOADER}(d, sampler=s)\n    judge().run(other)\n"
         "class Judge:\n    def run(self, x):\n        model.eval()\n        for y in x: model(y)",
     ),
     ("padded_evaluation", f"test_sampler = {SAMPLER}", f"test_data.sampler = {SAMPLER}\nlearn(test_data.sampler)"),
