@@ -102,14 +102,15 @@ class Layout:
     def wrap(self, statement: ast.stmt, header: str) -> list[Edit]:
         """Return the edits that put ``statement`` into a block under ``header``.
 
-        Return no edits if the lines of ``statement`` contain other code. For a compound statement that contains a
-        multi-line string, the edits may give invalid code, which ``fix.repair`` does not use.
+        Return no edits if the lines of ``statement`` contain other code, or for a compound statement that contains a
+        multi-line string, since some of its lines must be indented, and those of the string must not.
         """
         first, prefix = self._line_of(self.start(statement))
         last, _ = self._line_of(self.end(statement))
-        if not self._has_own_lines(statement):
+        keeps_lines = self._has_multiline_string(statement)
+        if not self._has_own_lines(statement) or (keeps_lines and _is_compound(statement)):
             return []
-        indented = range(first, first + 1 if self._has_multiline_string(statement) else last + 1)
+        indented = range(first, first + 1 if keeps_lines else last + 1)
         unit = "\t" if prefix.endswith("\t") else " " * self._unit
         edits = [Edit(self._starts[i], self._starts[i], unit) for i in indented if self.lines[i].strip()]
         return [edits[0]._replace(new=f"{prefix}{header}{self._line_end}{unit}"), *edits[1:]]

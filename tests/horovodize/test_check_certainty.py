@@ -115,7 +115,8 @@ CASES = [
         "padded_evaluation",  # no finding for a sampler of training, if the calls of the function are unknown
         f"def main():\n    s = {DATA_SAMPLER}\n    x = {DATA_LOADER}(d, sampler=s)\n    judge().run(x)\n"
         "class Judge:\n    def run(self, x):\n        model.eval()\n        for y in x: model(y)",
-        f"def main():\n    s = {DATA_SAMPLER}\n    s.set_epoch(1)\n    x = {DATA_LOADER}(d, sampler=s)\n    judge().run(other)\n"
+        f"def main():\n    s = {DATA_SAMPLER}\n    s.set_epoch(1)\n    x = {DATA_LOADER}(d, sampler=s)\n"
+        "    judge().run(other)\n"
         "class Judge:\n    def run(self, x):\n        model.eval()\n        for y in x: model(y)",
     ),
     ("padded_evaluation", f"test_sampler = {SAMPLER}", f"test_data.sampler = {SAMPLER}\nlearn(test_data.sampler)"),

@@ -432,6 +432,13 @@ def test_no_repair_calls_a_name_that_may_hold_a_number(line, repaired):
     assert text.endswith("if rank() == 0:\n    torch.save(x, 'x')\n") is repaired
 
 
+def test_no_repair_is_offered_for_a_block_with_lines_that_cannot_be_indented():
+    block = "with open('x', 'wb') as f:\n    torch.save({'note': '''two\nlines'''}, f)\n"
+    found = [one for one in findings(Source(START + block)) if "all ranks write" in one.message]
+    assert found
+    assert not any(one.edits for one in found)
+
+
 def test_a_device_from_the_programs_own_rank_function_becomes_the_local_rank(tmp_path):
     (tmp_path / "ranks.py").write_text(f"{HEAD}def get_rank():\n    return hvd.rank()\n")
     script = tmp_path / "script.py"
