@@ -270,10 +270,10 @@ class Guards:
                 for arm, truth in ((statement.body, True), (statement.orelse, False)):
                     is_off = self.use.is_off(statement.test, truth) or (bool(arm) and self._excludes_init(arm[0]))
                     yield from (line for inner in arm for line in _lines(inner)) if is_off else self._lines_off(arm)
-                left = [
+                leaving = [
                     truth for arm, truth in ((statement.body, True), (statement.orelse, False)) if arm and self.leaves(arm)
                 ]
-                off = any(self.use.is_off(statement.test, not truth) for truth in left)
+                off = any(self.use.is_off(statement.test, not truth) for truth in leaving)
             else:
                 yield from (line for inner in _blocks(statement) for line in self._lines_off(inner))
             off = off or self.leaves([statement])
