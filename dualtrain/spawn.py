@@ -274,7 +274,7 @@ class _Job:
         """Set the job's status after the stop signal ``number``. If another cause has ended a rank, set a deadline."""
         self._status = 128 + number if self._status is None else self._status
         # Don't limit the time that the ranks need to save. But if a rank has failed, the others cannot save, and a rank
-        # that still runs after the grace period is stopped (SIGSTOP) or hangs.
+        # that still runs after the grace period hangs, or was stopped by SIGSTOP.
         if self._deadline is None and failed.keys() - {128 + number, -number}:
             self._deadline = time.monotonic() + GRACE_SECONDS
 

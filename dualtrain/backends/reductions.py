@@ -135,7 +135,7 @@ class Reductions(Movement):
     def start_matched(self, tensor: torch.Tensor, op: ReduceOp, name: str) -> Work[None]:
         """Reduce ``tensor`` as :meth:`start_allreduce` does. The caller has checked that the ranks' calls match.
 
-        An override may send a short tensor along with a second comparison of the calls; it then blocks.
+        An override may call :meth:`reduce_checked` for a short tensor, which compares the calls again; it then blocks.
         """
         return self.start_allreduce(tensor, op, name)
 

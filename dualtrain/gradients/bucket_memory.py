@@ -38,7 +38,7 @@ class BucketMemory:
         views: the gradients' places in ``values``, in the order of the slots.
         exposed: the tensors by which the program sees the gradients.
         keeps_views: True if the program has kept a view of an earlier gradient, or ``share_memory_()`` has moved gradients.
-            The bucket's gradients then get memory outside of the bucket.
+            Sums are then copied to new tensors outside of the bucket, which become ``param.grad`` (``Bucket.unpack``).
         group: this memory and those of the buckets that were made together with it. ``link`` sets this list.
         ranges: where the gradients of ``group`` lie, sorted: (first address, address past the last).
         on_replaced: function that is called after ``wire`` or ``values`` was replaced.
@@ -158,7 +158,7 @@ class BucketMemory:
         return any(low <= address < high for low, high in self.ranges)
 
     def slots_inside(self) -> list[Slot]:
-        """Return this bucket's slots whose gradients lie in a bucket of ``group``. A sum would replace these gradients."""
+        """Return this bucket's slots whose gradients lie in a bucket of ``group``. A sum would overwrite them."""
         grads = [(slot, slot.param.grad) for slot in self.slots]
         return [
             slot

@@ -33,7 +33,7 @@ class Scaling:
     ) -> Scaling:
         """Return the factors for a sum of ``shards`` summands.
 
-        They are equal on all ranks, except for ``Transfer.before``, which is a part of ``in_copy`` or ``before``.
+        Ranks may differ only in ``Transfer.before``, by which ``in_copy`` or ``before`` is multiplied.
         """
         before, after = transfer.before, transfer.factor_after(shards)
         if wire_format.dtype.itemsize < wire_format.real.itemsize:

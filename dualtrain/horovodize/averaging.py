@@ -32,7 +32,7 @@ def may_average(source: Source) -> bool:
     """Return whether the program may average gradients or weights without Horovod's optimizer.
 
     It may do so by hooks, by functions with names such as ``average_gradients``, by collectives in a function that also
-    uses gradients or parameters, or by DistributedDataParallel and similar libraries.
+    uses gradients or parameters, or by DistributedDataParallel and similar wrappers.
     """
     calls = (file.name(call.func) for file in source.files for call in file.calls)
     if has_gradient_hooks(source) or any(map(_WRAPPERS.search, calls)):

@@ -305,8 +305,8 @@ class HorovodReducer(ABC):
         """Discard the gradients of the step that backward has begun: set them to ``None``. Does not block.
 
         Other ranks may have sent their gradients already, so the next ``reduce`` completes the exchange first. Every other
-        rank must discard this step too, or must not have begun it. In the second case, it must begin its next step only
-        after it has received the message that this rank discards the exchange (:meth:`Engine.discard`).
+        rank must discard this step too, or must not have begun it. A rank that has not begun it must begin its next step
+        only after it has received the message that this rank discards the exchange (:meth:`Engine.discard`).
         """
         begun, in_world = self.dirty or self.exchanging, self._generation == basics.generation()
         if begun:

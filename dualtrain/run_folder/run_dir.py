@@ -238,7 +238,7 @@ def has_weights(path: Path, step: int, sha256: str | None = None) -> bool:
 
 
 class MetricsFile:
-    """``metrics.jsonl``: one JSON object per line, without a buffer. A line that does not fit on the disk is removed."""
+    """``metrics.jsonl``: one JSON object per line, written unbuffered. A line that does not fit on the disk is removed."""
 
     def __init__(
         self, folder: Path, step: int, report: Callable[[str], None], lock: FolderLock, evaluated_step: int | None = None

@@ -21,7 +21,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def check_range(groups: Iterable[dict[str, Any]]) -> None:
-    """Raise DivergedError if a dense gradient in ``groups``, which was sent in fp16 and averaged, is not finite."""
+    """Raise DivergedError if a dense gradient in ``groups`` is not finite. All were sent in fp16 and averaged."""
     grads = [p.grad for group in groups for p in group["params"] if p.grad is not None]
     # A sum in float32 of numbers that were sent in fp16 is finite if all of them are. It is computed in one pass.
     finite: dict[torch.device, list[torch.Tensor]] = {}
@@ -73,9 +73,9 @@ class Precision:
 
 @contextmanager
 def _casting(device_type: str, dtype: torch.dtype) -> Iterator[None]:
-    """Use autocast. Afterwards, discard the weights that it has cast, because the next step changes the weights.
+    """Use autocast. Afterwards, clear its cache of cast weights, because the next step changes the weights.
 
-    torch discards them only at the end of the outermost autocast, which may be the caller's own.
+    torch clears the cache only at the end of the outermost autocast, which may be the caller's own.
     """
     try:
         with torch.autocast(device_type, dtype):

@@ -303,7 +303,8 @@ def test_the_recorded_cause_is_shown_until_the_run_is_started_again(tmp_path):
     start = {"event": "start", "attempt": "a", "time": 1.0, "step": 0}
     failed = {"event": "failure", "attempt": "a", "time": 2.0, "step": 41, "cause": "raised <KeyError>", "rank": 1}
     events = [start, {**failed, "requested": False}, {**start, "attempt": "b"}]
-    death = as_event(Death("a", 2.0, "raised <KeyError>", 1, False, 41, True))  # recorded if a restart was refused
+    death = as_event(Death("a", 2.0, "raised <KeyError>", 1, False, 41, True))
+    # A refused restart records both of these events.
     events[2:2] = [death, {"event": "refusal", "reason": "the run has died 3 times in a row"}]
     shown = []
     for count in range(len(events) + 1):

@@ -1121,7 +1121,7 @@ def test_extra_scalars_are_summed_with_the_gradients(typical):
 
 
 def sums_extra_scalars_once(backend):
-    """Clip averages that are all zero. ``synchronize`` then reduces the gradients again, as if the program had zeroed them.
+    """Clip averages that are all zero. They then look as if the program had zeroed them, so ``synchronize`` reduces again.
 
     The extra scalars keep their sums.
     """

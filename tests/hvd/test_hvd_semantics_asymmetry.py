@@ -78,7 +78,7 @@ def test_ranks_may_use_two_optimizers_in_different_orders(real):
 
 
 def second_optimizer(backend):
-    """Make a second optimizer on one rank only, and never use it."""
+    """On rank 0 only, make an additional optimizer, whose parameter has the same name, and never use it."""
     with library(backend) as hvd:
         if hvd.rank() == 0:
             wrapped(hvd, name="same")

@@ -260,7 +260,7 @@ def test_resume_takes_a_path_that_ends_in_auto_as_a_path(tmp_path, monkeypatch):
 
 
 def test_the_checkpoint_of_the_newer_generation_is_used_if_two_have_the_same_step(monkeypatch):
-    """Each rank has a run folder of its own, with its own generation numbers.
+    """Each rank has a run folder of its own, with its own generation numbers (see ``FolderLock``).
 
     Generation 1 of rank 0's folder and generation 2 of rank 1's folder each wrote a checkpoint of step 4.
     """

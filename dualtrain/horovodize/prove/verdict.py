@@ -1,4 +1,4 @@
-"""The verdict from the records of both sides."""
+"""The verdict from the records of both sides: the runs on Horovod, and the runs with dualtrain."""
 
 from __future__ import annotations
 
