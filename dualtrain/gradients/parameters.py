@@ -27,7 +27,7 @@ def gradient_dtype(p: torch.Tensor) -> torch.dtype:
 
 def is_sharded(p: torch.Tensor) -> bool:
     """Return whether ``fully_shard`` (FSDP2) has replaced ``p`` in its module by a DTensor."""
-    # Private in torch 2.15: no public attribute marks such a parameter. Older versions may have no mark.
+    # This attribute is private (torch 2.15), but no public one marks such a parameter. Older versions may have no mark.
     return hasattr(p, "_fsdp_orig_uid")
 
 

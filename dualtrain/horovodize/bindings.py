@@ -26,9 +26,9 @@ class Bindings:
       parameter's name to such a module; and this name contains hvd or horovod, or a call passes the module to the function.
 
     An import in a function binds the name in this function only, unless the function declares the name as global or
-    nonlocal. If several imports in one scope bind the same name, the one in the innermost block around the use counts.
-    If no such block has one, the last one counts. But if it is conditional (``except ImportError:``), the last import from
-    ``HOMES`` counts, if there is one.
+    nonlocal. If several imports in one scope bind the same name, the one in the innermost block around the use counts; the
+    body of the scope itself is not such a block. If no such block has one, the last one counts. But if it is conditional
+    (``except ImportError:``), the last import from ``HOMES`` counts, if there is one.
 
     An assignment of a module in ``HOMES``, as in ``hvd = horovod.torch``, counts as an import. So does an assignment of the
     result of a function that imports such a module and returns it or None, and nothing else.

@@ -12,7 +12,8 @@ from dualtrain.horovodize.nodes import is_stored, last_name, names_in
 from dualtrain.horovodize.rank_kinds import RankKinds
 from dualtrain.horovodize.source import Function, Source
 
-#: Names that scripts use for conditions that are true on one rank, but not ``root_rank=0``, an argument of broadcasts.
+#: Matches names that scripts use for conditions that are true on one rank. Does not match ``root_rank=0``, an argument of
+#: broadcasts.
 _ONE_RANK = re.compile(
     r"(?<!root_)rank|rank(?!=)|master|main_?proc|is_?main|chief|primary|leader|is_?root|verbose|coordinator", re.IGNORECASE
 )

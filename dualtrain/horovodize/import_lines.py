@@ -1,7 +1,7 @@
 """Change a script's imports of Horovod to imports of dualtrain: all of them, or none.
 
-Imports of modules other than ``horovod.torch`` stay if they are guarded (``is_guarded``), and no import of
-``horovod.torch`` is in the same ``try``.
+Exception: a guarded import (``is_guarded``) of a module other than ``horovod.torch`` stays, unless the ``try`` that guards
+it also contains an import of ``horovod.torch``.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 
 
 def sums(logits: torch.Tensor, targets: torch.Tensor, label_smoothing: float = 0.0) -> torch.Tensor:
-    """Return the sums ``objective.NAMES`` of the cross entropy, (4,), float64. The first one (loss) is differentiable."""
+    """Return the sums ``objective.NAMES`` of the cross entropy: shape (4,), float64. The first (loss) is differentiable."""
     losses, found = cross_entropy(logits, targets, label_smoothing)
     return torch.cat([losses.double().sum()[None], found[1:]])
 
@@ -35,7 +35,7 @@ class WithLoss(nn.Module):
         self.label_smoothing = label_smoothing
 
     def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the :func:`sums` of this GPU's part of the batch, (1, 4). The sums of n GPUs are gathered as (n, 4)."""
+        """Return the :func:`sums` of this GPU's part of the batch, in shape (1, 4), to be gathered as (n, 4) for n GPUs."""
         return sums(self.model(inputs), targets, self.label_smoothing)[None]
 
 

@@ -123,7 +123,7 @@ class VirtualRanks:
         number, mine = 0, _passes_of(batches)
         count = known_length(mine)
         for number, batch in enumerate(mine, 1):
-            # ``load`` reads the buffers before backward, because backward may run forward again (activation checkpointing).
+            # ``_load`` reads the buffers before backward, since backward may run forward again (activation checkpointing).
             passes.compute(batch, expected, partial(self._load, passes, shard, number), send=send and number == count)
         if not number:
             self._load(passes, shard, number)
@@ -237,7 +237,7 @@ class VirtualRanks:
     def warn_of_buffer(self, name: str) -> None:
         """See :class:`~dualtrain.trainer.parts.Parts`.
 
-        Do nothing after a warning that a step of another trainer changes buffers of this trainer's model.
+        Only rank 0 warns, and not after a warning that a step of another trainer changes buffers of this trainer's model.
         """
         if self._backend.rank == 0 and self._buffers not in _changed_by_others:
             warn_once(

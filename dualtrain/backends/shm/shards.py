@@ -1,4 +1,4 @@
-"""Buffers in memory that the ranks of a host share, one per rank, and the reduction of one shard of all these buffers.
+"""One buffer per rank, in memory that the ranks of a host share, and the reduction of one shard of all these buffers.
 
 The elements are divided into one shard per rank. Each rank reduces its shard piece by piece. It reduces all ranks' values
 of a piece into one buffer: the first rank's buffer or, with a tree, the first partial sum. Then it copies the result into
