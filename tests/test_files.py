@@ -38,7 +38,7 @@ def test_writing_to_a_link_replaces_the_link_and_keeps_its_target(tmp_path):
     assert ((tmp_path / "out").read_text(), precious.read_text()) == ("ours", "mine")
 
 
-def test_a_named_path_of_a_fifo_is_refused_and_kept(tmp_path):
+def test_a_fifo_that_the_user_names_is_refused_and_kept(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "link").symlink_to("fifo")
     for name in ("fifo", "link"):

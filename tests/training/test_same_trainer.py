@@ -61,7 +61,7 @@ class Penalty(nn.Module):
 
 def capturing(smoothing: float, **others: Any) -> Any:
     def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        assert others is not None
+        assert others is not None  # a use, so that the function captures ``others``
         return functional.cross_entropy(outputs, targets, label_smoothing=smoothing)
 
     return loss
@@ -277,7 +277,7 @@ def test_the_arguments_of_a_trainer_are_compared_between_ranks():
 
 def test_the_order_of_a_set_is_not_compared():
     orders = [{0, 8}, {8, 0}]
-    assert list(orders[0]) != list(orders[1])  # as with texts in processes that hash them with different seeds
+    assert list(orders[0]) != list(orders[1])  # as with strings in processes with different hash seeds
     captured = [capturing(0.1, names=order, other=dict.fromkeys(order)) for order in orders]
     constants = [eval(f"lambda y, t: y.sum() if 1 in {{{order}}} else y.mean()") for order in ("0, 8", "8, 0")]
     for one, other in (captured, constants):

@@ -362,7 +362,7 @@ def test_a_loss_that_returns_neither_a_mean_nor_a_pair_is_refused():
         (partial(functional.cross_entropy, reduction="sum"), partial(Margin(), reduction="sum")),
     ],
 )
-def test_a_loss_of_torch_that_returns_a_sum_is_refused(loss, accepted):
+def test_a_loss_of_torch_that_does_not_return_a_mean_is_refused(loss, accepted):
     model = net()
     with connect("local") as backend:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
