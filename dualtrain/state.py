@@ -92,8 +92,8 @@ def load_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]
     """Load a ``state_dict()``. Keep its dtypes, and keep the dicts that ``optimizer.param_groups`` consists of.
 
     In groups with torch's option ``foreach``, state tensors that have the parameter's shape get its strides (channels_last,
-    for example), which files do not keep: steps with ``fused=True`` read the memory of both in the same order, whatever the
-    strides are. Other optimizers may need other strides: for views of a flat buffer, for example.
+    for example), which files of versions up to 0.2.0 do not keep: steps with ``fused=True`` read the memory of both in the
+    same order, whatever the strides are. Other optimizers may need other strides: for views of a flat buffer, for example.
 
     ``optimizer.load_state_dict`` alone casts state to the parameter's dtype, so the float32 moments of bfloat16
     parameters would lose bits. It also replaces the parameter groups by new dicts. If a scheduler belongs to

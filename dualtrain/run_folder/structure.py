@@ -1,6 +1,7 @@
 """Convert a checkpoint's tree to JSON that refers to tensors by name, and back.
 
-Values that a checkpoint cannot hold are refused.
+A safetensors file holds contiguous tensors, so the JSON holds the strides of other tensors. The bits of an optimizer's
+steps may depend on them, in matrix products for example. Values that a checkpoint cannot hold are refused.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 import numpy
 import safetensors.torch
 import torch
+
+from dualtrain.gradients.layout import dense_strides
 
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
@@ -44,7 +47,7 @@ def flatten(value: Any, tensors: dict[str, torch.Tensor] | None, place: str = ""
             return ["tensor", ""]
         name = f"t{len(tensors)}"
         tensors[name] = value.detach().to("cpu", copy=True).contiguous()
-        return ["tensor", name]
+        return ["tensor", name] if value.is_contiguous() else ["strided", [name, [*dense_strides(value)]]]
     if isinstance(value, Counter):  # the milestones of MultiStepLR
         return ["counter", [[flatten(key, tensors, place), count] for key, count in value.items()]]
     if isinstance(value, dict) and any(isinstance(key, tuple) for key in value):
@@ -101,6 +104,10 @@ def rebuild(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     kind, content = value
     if kind == "tensor":
         return tensors[content]
+    if kind == "strided":
+        name, strides = content
+        saved: torch.Tensor | None = tensors[name]  # ``None`` from :class:`NoTensors`
+        return None if saved is None else torch.empty_strided(saved.shape, strides, dtype=saved.dtype).copy_(saved)
     if kind == "counter":
         return Counter({rebuild(key, tensors): count for key, count in content})
     if kind == "items":

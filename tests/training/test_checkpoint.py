@@ -153,6 +153,21 @@ def test_a_schedule_with_milestones_continues_from_its_saved_state(tmp_path):
             assert loaded.get_last_lr() == schedule.get_last_lr()
 
 
+def test_loaded_tensors_have_the_strides_of_the_saved_ones(tmp_path):
+    """The bits of an optimizer's later steps depend on the strides of its state, in matrix products for example."""
+    columns = torch.linalg.eigh(torch.eye(3)).eigenvectors
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    tree = {"columns": columns, "image": image, "gaps": torch.randn(4, 6)[:, ::2].t(), "plain": torch.ones(2, 3)}
+    loaded = checkpoint.load(save(tmp_path, 1, tree))
+    assert same(loaded, tree)
+    assert {name: loaded[name].stride() for name in tree} == {
+        "columns": (1, 3),
+        "image": (60, 1, 15, 3),
+        "gaps": (1, 3),
+        "plain": (3, 1),
+    }
+
+
 def test_saving_a_function_in_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(TypeError, match="plain values and tensors"):
         save(tmp_path, 1, {"function": print})
