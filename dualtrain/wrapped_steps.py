@@ -9,6 +9,7 @@ from numbers import Real
 from typing import Any, Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from dualtrain.backends.compilation import not_compiled
 from dualtrain.errors import BackendError
@@ -35,15 +36,11 @@ def check_own_steps(optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
     """Check the steps that ``optimizer`` takes itself, as long as ``wrapper`` exists.
 
     Such a step happens if a method of the optimizer's class calls ``self.step()``, or if other code calls ``step()`` of
-    ``optimizer`` and not of the wrapper. The step raises RuntimeError if gradients are not combined over the ranks. The
-    losses of the step's closure are averaged, as in the wrapper's step. The wrapper counts each step that has a closure or
-    gradients.
+    ``optimizer`` and not of the wrapper. It also happens if a method, as ``second_step()`` of SAM, calls ``step()`` of an
+    optimizer that ``optimizer`` keeps in an attribute. The step raises RuntimeError if gradients are not combined over the
+    ranks. The losses of the step's closure are averaged, as in the wrapper's step. The wrapper counts each step that has a
+    closure or gradients, unless it is part of another step.
     """
-    # An optimizer whose class does not call Optimizer.__init__ runs no hooks, and may lack their dictionaries or have plain
-    # dicts in their place, which take no hooks. The names are private API of torch, the same in torch 2.5 to 2.15.
-    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        if not isinstance(getattr(optimizer, name, None), OrderedDict):
-            return
 
     @not_compiled
     def pre_hook(_: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -52,6 +49,7 @@ def check_own_steps(optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
             running.clear()  # an earlier step may have failed
             return None
         has_closure = any(map(callable, (*args[1:], *options.values())))
+        optimizer_class = type(args[0])
         if not has_closure:  # a closure makes new gradients
             _refuse_local_gradients(optimizer_class, living)
         checked = [_checked(each, optimizer_class, living) for each in args[1:]]
@@ -68,11 +66,40 @@ def check_own_steps(optimizer: torch.optim.Optimizer, wrapper: Wrapper) -> None:
             if counts and not running and living is not None:
                 living.count_own_step()
 
-    optimizer_class = type(optimizer)
     #: For each running step, whether it counts. A step that calls super().step() may run the hooks twice.
     running: list[bool] = []
-    handles = optimizer.register_step_pre_hook(pre_hook), optimizer.register_step_post_hook(post_hook)
+    handles: list[RemovableHandle] = []
+    for each in _with_kept(optimizer):
+        if _takes_step_hooks(each):
+            handles += each.register_step_pre_hook(pre_hook), each.register_step_post_hook(post_hook)
     ref = weakref.ref(wrapper, remove_hooks)
+
+
+def _with_kept(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return ``optimizer``, and the optimizers of its parameters that it keeps in attributes, or in lists or dicts there.
+
+    Other wrappers are left out: they combine gradients themselves.
+    """
+    found, params = [optimizer], _params(optimizer)
+    for one in found:  # ``found`` grows in this loop
+        for value in vars(one).values():
+            values = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+            for each in values:
+                kept = isinstance(each, torch.optim.Optimizer) and not hasattr(each, "count_own_step")
+                if kept and each not in found and not params.isdisjoint(_params(each)):
+                    found.append(each)
+    return found
+
+
+def _params(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(p) for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
+
+
+def _takes_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    # An optimizer whose class does not call Optimizer.__init__ runs no hooks, and may lack their dictionaries or have plain
+    # dicts in their place, which take no hooks. The names are private API of torch, the same in torch 2.5 to 2.15.
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return all(isinstance(getattr(optimizer, name, None), OrderedDict) for name in names)
 
 
 def _has_gradients(optimizer: torch.optim.Optimizer) -> bool:

@@ -121,6 +121,68 @@ def test_a_step_of_the_wrapped_optimizer_on_one_rank_causes_an_error_on_all_rank
     run_threads(3, own_step_of_one_rank)
 
 
+class Sam(torch.optim.Optimizer):
+    """An optimizer that steps in two methods. The second one calls ``step`` of an optimizer that it keeps, as in SAM."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        self.base = [torch.optim.SGD(self.param_groups, lr=1.0)]
+
+    @torch.no_grad()
+    def first_step(self):
+        for p in self.param_groups[0]["params"]:
+            p.add_(p.grad)
+            self.state[p] = p.grad.clone()
+
+    @torch.no_grad()
+    def second_step(self):
+        for p in self.param_groups[0]["params"]:
+            p.sub_(self.state[p])
+        self.base[0].step()
+
+    def step(self, closure):
+        closure()
+        self.first_step()
+        self.zero_grad()
+        closure()
+        self.second_step()
+
+
+def steps_of_a_kept_optimizer(backend):
+    p, _, optimizer = wrapped(backend, lambda p: Sam([p]))
+    mean = (backend.size + 1) / 2
+
+    def closure():
+        (p.square().sum() / 2 * (backend.rank + 1)).backward()
+
+    with torch.no_grad():
+        p.fill_(1.0)
+    closure()
+    optimizer.first_step()
+    optimizer.zero_grad()
+    with optimizer.no_sync():
+        closure()
+    if backend.size > 1:
+        with pytest.raises(RuntimeError, match=r"step\(\) of the wrapped SGD was called with this rank's own gradients"):
+            optimizer.second_step()
+        with torch.no_grad():
+            p.fill_(1 + mean)  # undo the part of second_step() that has run
+        optimizer.synchronize()
+    optimizer.second_step()
+    assert p.tolist() == [1 - mean * (1 + mean)] * 2
+    optimizer.zero_grad()
+    with torch.no_grad():
+        p.fill_(1.0)
+    optimizer.step(closure)
+    assert p.tolist() == [1 - mean * (1 + mean)] * 2
+    assert optimizer.reducer.steps == (2 if backend.size > 1 else 1)  # one rank alone does not count its own steps
+    optimizer.close()
+
+
+def test_steps_of_an_optimizer_that_the_wrapped_one_keeps_are_checked(typical):
+    typical(steps_of_a_kept_optimizer)
+
+
 class Zeroes(torch.optim.SGD):
     """An optimizer whose step drops the gradients at its end."""
 
