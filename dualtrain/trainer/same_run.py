@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import platform
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from dualtrain.data import Source, Task
 from dualtrain.data.seeding import seeded
 from dualtrain.data.sources import contents_of
 from dualtrain.differences import in_words
-from dualtrain.errors import RanksDifferError, one_line
+from dualtrain.errors import RanksDifferError, is_disk_or_network_error, is_transient, one_line
 from dualtrain.trainer.description import Text, class_name, describe, of_module, of_object, of_weights
 from dualtrain.trainer.machine import PROCESSOR, cpu_advice, processor, warn_once
 from dualtrain.version import __version__
@@ -209,9 +209,10 @@ def _compare_samples(backend: Backend, title: str, source: Source, cure: str) ->
     """
     what = f"{title} data"
     first: dict[str, str] = {}
+    errors: list[Exception] = []
 
     def read() -> dict[str, Any]:
-        first.update(_checksums(title, source))
+        first.update(_checksums(title, source, errors=errors))
         return {**first, **processor(backend)}
 
     found = compare(backend, what, read)
@@ -230,10 +231,17 @@ def _compare_samples(backend: Backend, title: str, source: Source, cure: str) ->
     )
     seen = f"{samples[0]}" + (f" (and {len(samples) - 1} more of the compared samples)" if len(samples) > 1 else "")
     if reason is None:
-        raise RanksDifferError(f"the ranks do not have the same {what}: {seen}; {cure}")
+        # All ranks must make the same decision: a launcher may read the exit status of any of them.
+        transient = any(backend.allgather_object(_are_transient(errors), name="whether samples may be read later"))
+        raise RanksDifferError(f"the ranks do not have the same {what}: {seen}; {cure}", transient=transient)
     if backend.rank == 0:
         warn_once(f"cannot check that the ranks have the same {what}: {seen}; a possible cause: {reason}")
     return first
+
+
+def _are_transient(errors: Sequence[Exception]) -> bool:
+    """Return whether the errors of samples that this rank cannot read may be gone at the next start."""
+    return any(is_transient(error) or is_disk_or_network_error(error) for error in errors)
 
 
 def _warn_if_random(title: str, source: Source, checksums: Mapping[str, str]) -> None:
@@ -270,10 +278,10 @@ def _repeats(title: str, source: Source, checksums: Mapping[str, str], limit: in
     return all(again[name] == checksums[name] for name in again.keys() & checksums.keys())
 
 
-def _checksums(title: str, source: Source, limit: int = _SAMPLES) -> dict[str, str]:
+def _checksums(title: str, source: Source, limit: int = _SAMPLES, errors: list[Exception] | None = None) -> dict[str, str]:
     """Hash the first ``limit`` of up to ``_SAMPLES`` samples, which are evenly spread from the split's first to its last.
 
-    Stop at a sample that cannot be read, and after ``_SECONDS``.
+    Stop at a sample that cannot be read, append its error to ``errors``, and stop after ``_SECONDS``.
     """
     size, began = len(source), time.monotonic()
     found: dict[str, str] = {}
@@ -289,6 +297,8 @@ def _checksums(title: str, source: Source, limit: int = _SAMPLES) -> dict[str, s
                 # A sample that all ranks fail to read with the same error counts as equal: the run raises the error when it
                 # reaches that sample.
                 found[name] = f"{_UNREADABLE} ({one_line(error) or type(error).__name__})"
+                if errors is not None:
+                    errors.append(error)
                 break
             if time.monotonic() - began > _SECONDS:
                 break

@@ -383,6 +383,31 @@ def test_a_sample_that_only_some_ranks_can_read_is_an_error_on_any_processor(mon
     assert "unreadable (no disk)" in text
 
 
+class Failing(Pairs):
+    """A user's dataset whose last sample cannot be read because of ``error``."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def __getitem__(self, number):
+        if number == 19:
+            raise self.error
+        return super().__getitem__(number)
+
+
+def may_succeed_later(backend, error) -> bool:
+    with pytest.raises(RanksDifferError, match="unreadable") as caught:
+        same_run.compare_task(wrap(Failing(error) if backend.rank else Pairs(), Pairs()), backend)
+    return caught.value.transient
+
+
+def test_a_restart_may_follow_if_a_rank_cannot_read_a_sample_because_of_the_network():
+    """A launcher restarts the ranks only if the error is transient on the rank whose exit status it reads."""
+    assert run_threads(2, may_succeed_later, ConnectionResetError(104, "Connection reset by peer")) == [True, True]
+    assert run_threads(2, may_succeed_later, ValueError("broken")) == [False, False]
+
+
 def compare_pairs(backend) -> str:
     return message(same_run.compare_task, wrap(Pairs(), Pairs()), backend)
 
@@ -391,7 +416,9 @@ def test_a_slow_rank_compares_fewer_samples(monkeypatch):
     monkeypatch.setattr(same_run, "_SECONDS", -1.0)
     assert list(same_run._checksums("training", numbered(100))) == ["checksum of training sample 0"]
     names = iter([["a", "b"], ["a"]])
-    monkeypatch.setattr(same_run, "_checksums", lambda title, source, most=16: dict.fromkeys(next(names, ["a"]), "1"))
+    monkeypatch.setattr(
+        same_run, "_checksums", lambda title, source, most=16, errors=None: dict.fromkeys(next(names, ["a"]), "1")
+    )
     assert alike(run_threads(2, compare_pairs)) == ""
 
 
