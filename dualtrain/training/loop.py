@@ -22,6 +22,7 @@ from dualtrain.batchnorm import SyncBatchNorm
 from dualtrain.config import Config, OutputSection, RunFacts, run_name, without_effect
 from dualtrain.cores import usable_cores
 from dualtrain.data import Task
+from dualtrain.data.draws import derived
 from dualtrain.data.loader import LoaderSource
 from dualtrain.data.sampler import Sampler
 from dualtrain.data.sources import IGNORED, Source
@@ -40,6 +41,7 @@ from dualtrain.run_folder.save_clock import SaveClock
 from dualtrain.trainer.machine import platform_of, threads, use_threads, warn_of_other_platform
 from dualtrain.trainer.objective import CrossEntropy, training_metrics
 from dualtrain.trainer.passes import Tensors
+from dualtrain.trainer.rank_state import seed_all
 from dualtrain.trainer.same_run import compare_settings
 from dualtrain.trainer.step import Counted
 from dualtrain.trainer.trainer import Trainer
@@ -120,6 +122,9 @@ def _train(config: Config, backend: Backend, lock: FolderLock) -> dict[str, Any]
     weights = settings["weights"] and str(absolute(settings["weights"]))
     config = Config.of({**with_lr_batch(settings), "threads": number, "weights": weights})
     use_threads(number, backend)
+    # The user's own function may draw the data, or a random split, from these generators. It must get the same numbers on
+    # every rank and at each start.
+    seed_all(derived(config.step.seed, "data"))
     with Waiting("loading the data", seconds, shown=first):
         task = load_task(config.data, config.model.name, backend)
     try:

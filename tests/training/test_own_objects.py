@@ -27,6 +27,7 @@ from dualtrain.models.freezing import freeze_backbone
 from dualtrain.models.weights import load_weights
 from dualtrain.run_folder import checkpoint
 from dualtrain.training import loop
+from tests.training.runs import train_alone
 
 
 def batch(samples: int = 4):
@@ -288,6 +289,22 @@ class Pairs(Dataset):
 
     def __getitem__(self, number):
         return torch.full((4,), self.draw()), number % 3
+
+
+def drawn(folder):
+    value = torch.rand(()).item() + random.random() + numpy.random.rand()
+    return Pairs(lambda: value), Pairs(lambda: value)
+
+
+def test_random_numbers_of_a_data_function_depend_on_the_seed_alone(tmp_path):
+    own = ["--dataset", f"{__name__}:drawn", "--model", f"{__name__}:layer", "--workers", "0", "--threads", "1"]
+    hashes = []
+    for number, seed in enumerate("112"):
+        for unseed in (torch.seed, random.seed, numpy.random.seed):
+            unseed()
+        flags = ["--max-steps", "1", "--run-dir", str(tmp_path / str(number)), "--seed", seed]
+        hashes.append(train_alone(*own, *flags)["weights_sha256"])
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
 def source(first_value, samples=8):
