@@ -49,6 +49,7 @@ class Samples:
             return inputs, targets
         samples = []
         for number in numbers:
+            torch.set_num_threads(1)  # the dataset may have changed it when it read the sample before
             try:
                 with seeded(seed, number), user_code(f"sample {number} of the dataset"):
                     samples.append(self.dataset[number])

@@ -394,6 +394,29 @@ def test_samples_are_read_with_one_thread_with_and_without_workers(workers):
         source.close()
 
 
+class ThreadsOfSamples:
+    """A dataset that changes the number of threads."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, number):
+        found = torch.get_num_threads()
+        torch.set_num_threads(2)
+        return torch.zeros(1), found
+
+
+def test_each_sample_is_read_with_one_thread_even_if_the_dataset_changes_their_number():
+    threads = torch.get_num_threads()
+    try:
+        source = wrap(ThreadsOfSamples(), ThreadsOfSamples(), classes=3).train
+        torch.set_num_threads(2)
+        assert next(source.stream([Batch(torch.arange(4))], CPU))[1].tolist() == [1, 1, 1, 1]
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
 class Slow(Numbers):
     def __getitems__(self, wanted):
         time.sleep(100)
