@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.queues import Queue
@@ -54,6 +55,11 @@ class LoaderSource(Source):
 
     def __len__(self) -> int:
         return len(self._reader)
+
+    @property
+    def workers(self) -> int:
+        """Number of worker processes."""
+        return self._workers
 
     @property
     def stored(self) -> bool:  # type: ignore[override]
@@ -129,7 +135,8 @@ class LoaderSource(Source):
         if self._workers:
             # Don't fork this process: the child would inherit its GPU context and its communicators' sockets.
             start_forkserver(["dualtrain.data.preload"])
-            options = {"multiprocessing_context": _Context(), "persistent_workers": True, "worker_init_fn": _begin}
+            begin = partial(_begin, torch.get_default_dtype())
+            options = {"multiprocessing_context": _Context(), "persistent_workers": True, "worker_init_fn": begin}
         return _Loader(
             self._reader if self._workers else _OneThread(self._reader),  # type: ignore[arg-type]
             batch_sampler=self._feed,  # type: ignore[arg-type]
@@ -228,11 +235,12 @@ def _as_read(batch: Tensors | UserError) -> Tensors | UserError:
     return batch
 
 
-def _begin(worker: int) -> None:
-    """Make a worker exit with its parent, and ignore the job's signals.
+def _begin(dtype: torch.dtype, worker: int) -> None:
+    """Make a worker exit with its parent, ignore the job's signals, and use the parent's default ``dtype``.
 
     The trainer handles the signals, and needs batches until its step ends.
     """
+    torch.set_default_dtype(dtype)
     begin_worker()
 
 

@@ -16,6 +16,7 @@ from dualtrain.batchnorm import synchronize_norms
 from dualtrain.config import DataSection, ModelSection, RunSection, StepSection
 from dualtrain.data import Batch, Task, load_data
 from dualtrain.data.draws import derived
+from dualtrain.data.loader import LoaderSource
 from dualtrain.data.options import LIMIT
 from dualtrain.data.sampler import Sampler
 from dualtrain.data.sources import Source, Tensors, contents_of, wrong_targets
@@ -23,6 +24,8 @@ from dualtrain.errors import UserError
 from dualtrain.models import build, fetch
 from dualtrain.on_ranks import on_all_ranks
 from dualtrain.trainer.data_parallel import measured, replicate
+from dualtrain.trainer.description import describe
+from dualtrain.trainer.machine import warn_once
 from dualtrain.trainer.modes import evaluation_mode, training_mode
 from dualtrain.trainer.rank_state import seed_all
 from dualtrain.trainer.same_run import compare_task
@@ -130,6 +133,25 @@ def first_not_finite(source: Source, numbers: Sequence[int]) -> int | None:
     except Exception:  # the run has read these samples without an error, so they have changed since: stop the search
         return None
     return None
+
+
+def warn_of_other_workers(task: Task, device: torch.device) -> None:
+    """Warn if a data worker reads another sample 0 of a split than this process. Start the workers of both splits.
+
+    A worker imports the modules of the dataset's code, but does not call the function that builds the dataset.
+    """
+    for title, source in (("training", task.train), ("validation", task.val)):
+        if not isinstance(source, LoaderSource) or not source.workers:
+            continue
+        for here, again in zip(ready_samples(source, [0]), ready_samples(source, [0]), strict=False):
+            there = next(source.stream([Batch(torch.zeros(1, dtype=torch.int64))], device))
+            # A dataset with a generator of its own gives a different value at each read: ``load_task`` warns of it.
+            if describe(here) == describe(again) and describe(here) != describe(tuple(part.cpu() for part in there)):
+                warn_once(
+                    f"data workers read a different {title} sample 0 than the rank: results depend on --workers, because "
+                    "the dataset depends on something that differs between the processes, such as a global variable that "
+                    "the function of --dataset sets; keep such values in the dataset, or give --workers 0"
+                )
 
 
 def _try_sample(model: nn.Module, sample: Tensors, classes: int, what: str) -> None:

@@ -54,6 +54,7 @@ from dualtrain.training.assemble import (
     make_computation,
     make_model,
     try_out,
+    warn_of_other_workers,
 )
 from dualtrain.training.batch_plan import BatchPlan
 from dualtrain.training.cursor import Cursor
@@ -152,6 +153,7 @@ def _opened(name: str, config: Config, backend: Backend, task: Task, start: Star
         model = make_model(config.model, task, config.step.seed, backend, resumed=start.saved is not None)
         wait.phase("reading and computing one sample")
         on_all_ranks(backend, "model", lambda: try_out(task, model, config.data.dataset, config.model.name))
+        on_all_ranks(backend, "data", lambda: warn_of_other_workers(task, backend.device) if backend.rank == 0 else None)
         wait.phase("preparing the trainer")
         run = Run(name, config, backend, task, model, lock)
         wait.phase("opening the run's folder" if start.saved is None else "restoring the checkpoint")

@@ -307,6 +307,39 @@ def test_random_numbers_of_a_data_function_depend_on_the_seed_alone(tmp_path):
     assert hashes[0] == hashes[1] != hashes[2]
 
 
+class Scaled(Dataset):
+    """A dataset that depends on a global variable and on torch's default dtype."""
+
+    factor, classes = 1.0, 3
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, number):
+        return torch.full((4,), self.factor), number % 3
+
+
+def scaled(folder):
+    Scaled.factor = float(folder)
+    torch.set_default_dtype(torch.float64)
+    return Scaled(), Scaled()
+
+
+@pytest.mark.parametrize(("factor", "warned"), [("1.0", False), ("2.0", True)])
+def test_workers_have_the_ranks_default_dtype_and_a_warning_names_other_differences(
+    tmp_path, monkeypatch, caplog, factor, warned
+):
+    monkeypatch.setattr(Scaled, "factor", 1.0)
+    (tmp_path / factor).mkdir()
+    monkeypatch.chdir(tmp_path)
+    own = ["--dataset", f"{__name__}:scaled", "--model", f"{__name__}:layer", "--threads", "1", "--workers", "1"]
+    try:
+        train_alone(*own, "--data-dir", factor, "--max-steps", "1", "--run-dir", str(tmp_path / "run"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert ("data workers read a different training sample 0 than the rank" in caplog.text) == warned
+
+
 def source(first_value, samples=8):
     inputs = torch.zeros(samples, 4)
     inputs[:1] = first_value
