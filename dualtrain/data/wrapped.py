@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import pickle
 import re
 import reprlib
@@ -21,6 +22,8 @@ from dualtrain.errors import UserError
 from dualtrain.torchvision_shim import with_torchvision_shim
 from dualtrain.user_code import call_user_code, in_one_line, user_code
 
+_UNREAD_BYTES = 64 << 20  # largest pickle of a dataset that is kept for the workers
+
 
 class Samples:
     """A :class:`~dualtrain.data.loader.Reader` of a map-style dataset: ``dataset[i]`` is (input, target).
@@ -30,10 +33,12 @@ class Samples:
         sample: input and target of one sample, for the shapes and dtypes of an empty batch.
         split: "training" or "validation", for messages.
         classes: the number of classes; targets must be below it.
+        unread: the result of :func:`_pickled` before samples were read.
     """
 
-    def __init__(self, dataset: Any, sample: Tensors, split: str, classes: int) -> None:
+    def __init__(self, dataset: Any, sample: Tensors, split: str, classes: int, unread: bytes | None = None) -> None:
         self.dataset = dataset
+        self.unread = unread
         self.sample = sample
         self.split = split
         self.classes = classes
@@ -81,13 +86,35 @@ class Samples:
     def __reduce__(self) -> Any:
         # Unpickling the dataset may import torchvision, which may need the shim: so ``_unpickled`` does it with the shim.
         try:
-            content = pickle.dumps((self.dataset, self.sample, self.split, self.classes))
+            dataset, more = self.unread or pickle.dumps(self.dataset), pickle.dumps((self.sample, self.split, self.classes))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise UserError(
                 f"the dataset cannot be sent to worker processes ({in_one_line(error)}): define its classes and functions "
                 "at the top level of a module, or give --workers 0"
             ) from error
-        return _unpickled, (content,)
+        return _unpickled, (dataset, more)
+
+
+def _pickled(dataset: Any) -> bytes | None:
+    """Pickle a dataset of which no sample was read; return ``None`` if that is impossible or takes over 64 MiB.
+
+    Many datasets open a file at the first read, and cannot be pickled afterwards. Large datasets are in memory.
+    """
+    file = _LimitedFile()
+    try:
+        pickle.dump(dataset, file)
+    except Exception:  # the dataset's code may raise anything; ``Samples.__reduce__`` reports an error
+        return None
+    return file.getvalue()
+
+
+class _LimitedFile(io.BytesIO):
+    """File in memory. A write that would make it too large raises OverflowError."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > _UNREAD_BYTES:
+            raise OverflowError
+        return super().write(data)
 
 
 def _length(dataset: Any, split: str) -> int:
@@ -121,8 +148,8 @@ def _compare_names(dtypes: list[Any]) -> None:
             raise ValueError(f"the inputs have dtype {typed[0][1]} at entry {typed[0][0]} and {name} at entry {entry}")
 
 
-def _unpickled(content: bytes) -> Samples:
-    return Samples(*with_torchvision_shim(lambda: pickle.loads(content)))
+def _unpickled(dataset: bytes, more: bytes) -> Samples:
+    return Samples(with_torchvision_shim(lambda: pickle.loads(dataset)), *pickle.loads(more))
 
 
 def load_own(name: str, folder: str | None, options: Options) -> Task:
@@ -184,10 +211,11 @@ def wrap(train: Any, val: Any, *, classes: int | None = None, workers: int = 0, 
             unknown or unusable.
     """
     classes = classes or _classes(train, name)
+    unread = [_pickled(dataset) if workers else None for dataset in (train, val)]
     sample = _sample(train, name)
     return Task(
-        _source(train, sample, "training", classes, workers),
-        _source(val, sample, "validation", classes, workers),
+        _source(train, Samples(train, sample, "training", classes, unread[0]), workers),
+        _source(val, Samples(val, sample, "validation", classes, unread[1]), workers),
         shape=tuple(sample[0].shape),
         classes=classes,
         kind="tokens" if sample[1].dim() else "classes",
@@ -224,11 +252,11 @@ def _number(classes: Any) -> int:
         return int(classes) if isinstance(classes, float) and classes.is_integer() else len(classes)
 
 
-def _source(dataset: Any, sample: Tensors, split: str, classes: int, workers: int) -> Source:
+def _source(dataset: Any, samples: Samples, workers: int) -> Source:
     """Return a source of the dataset's samples. A dataset that is also a :class:`Source` yields its batches itself."""
     if isinstance(dataset, Source):
-        return OwnSource(dataset, split, classes)
-    return LoaderSource(Samples(dataset, sample, split, classes), workers)
+        return OwnSource(dataset, samples.split, samples.classes)
+    return LoaderSource(samples, workers)
 
 
 def _sample(dataset: Any, name: str) -> Tensors:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from dualtrain import Trainer, UserError, connect
 from dualtrain.batchnorm import RankNorm, synchronize_norms
@@ -470,6 +470,31 @@ def test_a_dataset_that_cannot_be_sent_to_workers_is_refused_with_the_cure():
     with pytest.raises(UserError, match=r"cannot be sent to worker processes .* or give --workers 0"):
         next(task.train.stream([Batch(torch.arange(2))], torch.device("cpu")))
     task.close()
+
+
+class OpenedAtFirstRead(Dataset):
+    """A dataset that cannot be pickled after the first read."""
+
+    file = None
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, number):
+        self.file = self.file or open(__file__, "rb")  # noqa: SIM115 -- stays open, as in many datasets
+        self.file.seek(number)
+        return torch.tensor([float(self.file.read(1)[0])]), 0
+
+
+def test_a_dataset_that_opens_a_file_at_the_first_read_can_be_sent_to_workers():
+    part = OpenedAtFirstRead()
+    task = wrap(part, Subset(part, [0]), classes=3, workers=1)
+    try:
+        for source in (task.train, task.val):
+            assert next(source.stream([Batch(torch.arange(1))], torch.device("cpu")))[0].item() == ord('"')
+    finally:
+        task.close()
+        part.file.close()
 
 
 def test_a_head_that_shares_weights_cannot_be_trained_alone():
