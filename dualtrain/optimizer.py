@@ -63,6 +63,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     its gradient is accumulated updates a parameter on the CPU with this rank's own gradient, so that values that were
     equal on all ranks differ, one of the first backward passes raises BackendError.
 
+    After each step whose number is a power of two, the ranks compare some elements of the parameters on the CPU. If a
+    parameter differs by more than rounding explains, the next backward raises BackendError: the ranks began with different
+    weights, have different learning rates, or changed averaged gradients differently, for example.
+
     Parameters may be frozen and unfrozen on all ranks. Unfreeze them before :meth:`zero_grad`. Otherwise, a backward that
     reaches only newly unfrozen parameters does not average their gradients; ``step()`` averages them.
 

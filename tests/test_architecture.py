@@ -108,7 +108,7 @@ LAYERS = {
         {"layout", "passes"},
         {"slots", "wire_format"},
         {"exposed", "frozen", "sparse", "packed", "refused_slots", "scaling", "changed_parameters"},
-        {"bucket_memory"},
+        {"bucket_memory", "drift"},
         {"buckets"},
         {"schedule", "hooks"},
         {"refusals", "step_check"},

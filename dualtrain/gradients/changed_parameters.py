@@ -48,7 +48,7 @@ class ChangedParameters:
     def compare(self, backend: Backend, slots: Sequence[Slot]) -> None:
         """Set :attr:`reason` if hooks have made a parameter different on the ranks. Collective; blocks."""
         now = {slot: _checksum(slot.param) for slot in slots}
-        mine = {slot.name: (self._before.get(slot, checksum), checksum) for slot, checksum in now.items()}
+        mine = {slot.name: (self._before.get(slot, value), value) for slot, value in now.items()}
         states = backend.allgather_object(mine, name="parameters that changed in backward")
         for slot in slots:
             before, after = zip(*(each.get(slot.name, (None, None)) for each in states), strict=True)
@@ -61,12 +61,22 @@ class ChangedParameters:
 
 
 def _checksum(p: torch.Tensor) -> int | None:
-    """Return a checksum of some elements of ``p``, at an odd distance: so they are not all in one column.
+    """Return a checksum of :func:`sample`, or ``None`` if there is no sample."""
+    elements = sample(p)
+    return None if elements is None else checksum_of(elements)
+
+
+def checksum_of(elements: torch.Tensor) -> int:
+    """Return a checksum of a sample."""
+    return zlib.crc32(elements.view(torch.uint8).numpy().data)
+
+
+def sample(p: torch.Tensor) -> torch.Tensor | None:
+    """Return a copy of some elements of ``p``, at an odd distance: so they are not all in one column.
 
     Return ``None`` if ``p`` is on a GPU (the CPU would wait for it), of a subclass that may have no memory of its own, or
     without memory because the program has freed it.
     """
     if not p.is_cpu or type(p) not in (torch.Tensor, torch.nn.Parameter) or not p.untyped_storage().size():
         return None
-    elements = p.detach().reshape(-1)[:: p.numel() // _SAMPLES | 1]
-    return zlib.crc32(elements.resolve_conj().resolve_neg().clone().view(torch.uint8).numpy().data)
+    return p.detach().reshape(-1)[:: p.numel() // _SAMPLES | 1].resolve_conj().resolve_neg().clone()

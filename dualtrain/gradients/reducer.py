@@ -317,6 +317,7 @@ class GradientReducer:
     def _start_over(self, *, reduced: bool) -> None:
         self.has_local = False
         self._exchange.refusals.changed.clear()
+        self._exchange.refusals.drift.clear()
         self._exchange.end_round(reduced=reduced)
         self._seen = self.passes if self._dropped else 0
         self._ending, self._refused_pass = None, False
@@ -335,6 +336,8 @@ class GradientReducer:
         self._summed_version = -1
         self._step_check.record([])
         self._exchange.refusals.steps += stepped
+        if stepped:
+            self._exchange.refusals.drift.record(self.steps, self.slots)
         self._exchange.refusals.changed.clear()
         self._exchange.refusals.sent_dropped = False
         sent = self._exchange.schedule.next > 0
@@ -393,6 +396,7 @@ class GradientReducer:
         self._step_check.record([])
         refusals = self._exchange.refusals
         refusals.changed.clear()
+        refusals.drift.clear()
         refusals.dropped = refusals.sent_dropped = False
         refusals.steps = 0  # a rank that is new on this backend has taken none
         self._seen, self._dropped, self._ending, self._refused_pass = 0, False, None, False

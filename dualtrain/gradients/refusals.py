@@ -21,6 +21,7 @@ from dualtrain.backends.agreement import Call, agree
 from dualtrain.errors import BackendError
 from dualtrain.gradients.buckets import Bucket
 from dualtrain.gradients.changed_parameters import ChangedParameters
+from dualtrain.gradients.drift import Drift
 from dualtrain.gradients.hooks import ModuleAttribute, ParameterHooks
 from dualtrain.gradients.late_flag import LateFlag
 from dualtrain.gradients.parameters import Forms
@@ -45,15 +46,17 @@ class Refusals:
 
     Each rank sends a flag in the last bucket:
 
-    - NaN if it has a reason to refuse. Also NaN if it averages its gradients only in an optimizer's step, or if a hook has
-      changed a parameter in backward (with gradients on a GPU, only if the CPU waits for the exchange).
+    - NaN if it has a reason to refuse. Also NaN if it averages its gradients only in an optimizer's step, if a hook has
+      changed a parameter in backward, or if the ranks compare their weights, see :class:`Drift` (with gradients on a GPU,
+      only if the CPU waits for the exchange).
     - Otherwise infinity after an odd number of optimizer steps, and minus infinity after an even number.
 
     The sum of the flags is NaN if a rank has sent NaN, or if the number of steps is odd on some ranks and even on others:
     their weights then differ. This holds for any dtype and number of ranks. If the sum is NaN, the ranks compare in another
-    call whether they have reasons, whether their numbers of steps are odd, and whether they are in a step. If a hook has
-    changed a parameter on a rank, they compare the parameters in one more call. A rank without shards sends no flag. If
-    there is such a rank, the ranks compare reasons and steps in every exchange.
+    call whether they have reasons, whether their numbers of steps are odd, whether they are in a step, and a checksum of
+    the weights. If a hook has changed a parameter on a rank, or the checksums differ, they compare parameters in further
+    calls. A rank without shards sends no flag. If there is such a rank, the ranks compare reasons and steps in every
+    exchange.
 
     Attributes:
         flag: a tensor of one number, sent with the last bucket.
@@ -71,6 +74,7 @@ class Refusals:
             shards.
         dropped: True after :meth:`drop_gradients`, until the program calls ``zero_grad`` or a parameter has a gradient.
         changed: the parameters that hooks of the program have changed in backward.
+        drift: the comparison of the parameters after some steps.
         sent_dropped: True during an optimizer step that ends an exchange of which a part was sent before the program called
             ``zero_grad``.
     """
@@ -83,7 +87,7 @@ class Refusals:
         self.allows_copies = self.has_idle_ranks = self.in_step = False
         self.ranks_in_step: list[int] = []
         self.hooks = hooks
-        self.changed = ChangedParameters()
+        self.changed, self.drift = ChangedParameters(), Drift()
         self._forms = Forms([])
         #: The optimizer's parameters, by group, at the last check that found only known parameters and copies.
         self._in_groups: list[list[torch.Tensor]] = []
@@ -111,7 +115,7 @@ class Refusals:
         refused = (bucket.refused.reason() for bucket in buckets)
         found = self._forms.difference() or next(filter(None, refused), None)
         found = found or self._unknown_reason() or self._unaveraged_reason() or self._lost_reason()
-        return found or self._dropped_reason() or self.changed.reason
+        return found or self._dropped_reason() or self.changed.reason or self.drift.reason
 
     def drop_gradients(self, cause: str = "when their exchange failed") -> None:
         """Set all gradients to ``None``, because some may be sums, and others this rank's own gradients.
@@ -204,8 +208,10 @@ class Refusals:
 
     def set_flag(self, buckets: Sequence[Bucket], cpu_waits: bool) -> None:
         """Set the flag that is about to be sent; for ``cpu_waits``, see :meth:`flagged`."""
-        self.changed.reason = None
-        compares = (self.flag.is_cpu or cpu_waits) and (self.in_step or self.changed.has_changes())
+        self.changed.reason = self.drift.reason = None
+        compares = (self.flag.is_cpu or cpu_waits) and (
+            self.in_step or self.drift.checksum is not None or self.changed.has_changes()
+        )
         nan = compares or self.reason(buckets) is not None
         self.flag.fill_(math.nan if nan else math.inf if self.steps % 2 else -math.inf)
         self._states = None
@@ -246,16 +252,18 @@ class Refusals:
         if self._states is None:
             backend.drain()
             mine = 2 if refuses else self.steps % 2
-            mine += 8 * self.changed.has_changes() + 4 * self.in_step
+            mine += 16 * (self.drift.checksum or 0) + 8 * self.changed.has_changes() + 4 * self.in_step
             states = agree(backend, Call("refusals of gradients"), mine)
             if any(state & 8 for state in states):
                 self.changed.compare(backend, self.hooks.slots)
+            if len({state // 16 for state in states}) > 1 and len({state % 4 for state in states}) == 1:
+                self.drift.compare(backend, self.steps)
             self._states = states
         if not self.in_step:
             by_rank = zip(backend.members, self._states, strict=True)
             self.ranks_in_step = [rank for rank, state in by_rank if state & 4 and rank != backend.job_rank]
         outcomes = {state % 4 for state in self._states}
-        return 2 in outcomes or len(outcomes) > 1 or self.changed.reason is not None
+        return 2 in outcomes or len(outcomes) > 1 or bool(self.changed.reason or self.drift.reason)
 
     def leave_layout(self, backend: Backend, buckets: Sequence[Bucket], sent: int, cpu_waits: bool) -> None:
         """Send zeros in the remaining buckets of the old layout, before this rank makes a new one. Collective; blocks.

@@ -1126,6 +1126,7 @@ def sums_extra_scalars_once(backend):
     The extra scalars keep their sums.
     """
     model = torch.nn.Linear(3, 2)
+    model.weight.data.zero_(), model.bias.data.zero_()  # the ranks are threads, which draw different numbers
     optimizer = sgd(model, backend, extra=2)
     for _ in range(2):
         optimizer.zero_grad()

@@ -1,0 +1,77 @@
+"""Find parameters that differ between the ranks after a step.
+
+Averaged gradients keep equal weights equal. But nothing may have made the weights equal at the start, or the ranks may have
+different learning rates, or the program may have changed gradients after they were averaged: by clipping with a norm that
+differs between the ranks, for example.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+
+import torch
+
+from dualtrain.backends import Backend
+from dualtrain.gradients.changed_parameters import checksum_of, sample
+from dualtrain.gradients.slots import Slot
+
+
+class Drift:
+    """Comparison of the parameters after each step whose number is a power of two.
+
+    In the next exchange, the ranks compare a checksum of about 1000 elements of each parameter. If it differs, they compare
+    the parameters' checksums, and the elements of the parameters whose checksums differ. Parameters on a GPU are left out.
+    """
+
+    def __init__(self) -> None:
+        #: This rank's checksum; ``None`` if the next exchange does not compare weights.
+        self.checksum: int | None = None
+        #: The reason to refuse the last exchange, for an error message; the same on every rank.
+        self.reason: str | None = None
+        # Keep the elements: the program may change parameters on each rank until the exchange, as SAM does in no_sync().
+        self._samples: dict[str, torch.Tensor] = {}
+
+    def record(self, step: int, slots: Sequence[Slot]) -> None:
+        """Compute the checksum, if the weights are compared after this step. ``slots`` are the averaged parameters."""
+        if step & (step - 1) == 0:
+            found = ((slot.name, sample(slot.param)) for slot in slots)
+            self._samples = {name: elements for name, elements in found if elements is not None}
+            self.checksum = zlib.crc32(repr(list(map(checksum_of, self._samples.values()))).encode())
+
+    def clear(self) -> None:
+        """Don't compare weights in the next exchange."""
+        self.checksum, self._samples = None, {}
+
+    def compare(self, backend: Backend, step: int) -> None:
+        """Set :attr:`reason` if a parameter differs by more than rounding explains. Collective; blocks."""
+        sums = {name: checksum_of(elements) for name, elements in self._samples.items()}
+        of_ranks = backend.allgather_object(sums, name="checksums of parameters")
+        differ = {name: elements for name, elements in self._samples.items() if _differ(name, of_ranks)}
+        values = backend.allgather_object(differ, name="parameters that differ")
+        for rank, others in zip(backend.members, values, strict=True):
+            for name, first in values[0].items():
+                if name in others and _far_apart(first, others[name]):
+                    self.reason = (
+                        f"parameter {name!r} differs between the ranks {backend.members[0]} and {rank} after step {step}: "
+                        "call broadcast_parameters() before training, use the same options of the optimizer on every rank, "
+                        "and change averaged gradients in the same way on every rank (clip averaged gradients only)"
+                    )
+                    return
+
+
+def _differ(name: str, of_ranks: Sequence[dict[str, int]]) -> bool:
+    return len({sums.get(name) for sums in of_ranks}) > 1
+
+
+def _far_apart(first: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two samples agree in less than half of their digits: then the difference is not due to rounding."""
+    if first.shape != other.shape or first.dtype != other.dtype:
+        return True
+    wide = torch.promote_types(first.dtype, torch.float32)
+    a, b = first.to(wide), other.to(wide)
+    # Equal elements count as no difference, also if they are infinite or not a number.
+    difference = (a - b).masked_fill((a == b) | (a.isnan() & b.isnan()), 0).norm().item()
+    norm = a.masked_fill(~a.isfinite(), 0).norm().item()
+    return not difference <= math.sqrt(torch.finfo(first.dtype).eps) * norm
