@@ -18,6 +18,7 @@ from dualtrain.data.options import Options
 from dualtrain.data.own_source import OwnSource
 from dualtrain.data.seeding import seeded
 from dualtrain.data.sources import Source, Task, Tensors, wrong_targets
+from dualtrain.data.worker_waits import unsent
 from dualtrain.errors import UserError
 from dualtrain.torchvision_shim import with_torchvision_shim
 from dualtrain.user_code import call_user_code, in_one_line, user_code
@@ -62,6 +63,8 @@ class Samples:
                 return error
         try:
             inputs, targets = _stacked(samples)
+        except UserError as error:
+            return error
         except (TypeError, ValueError) as error:
             reason = re.sub(r"at entry (\d+)", lambda found: f"in sample {numbers[int(found[1])]}", str(error))
             return UserError(f"sample {numbers[0]} of the dataset and others do not fit into one batch: {reason}")
@@ -123,11 +126,18 @@ def _length(dataset: Any, split: str) -> int:
 
 
 def _stacked(samples: list[Any]) -> Any:
-    """Stack the samples into a batch. Raises ValueError or TypeError if they do not fit together."""
+    """Stack the samples into a batch.
+
+    Raises:
+        ValueError, TypeError: the samples do not fit together.
+        UserError: in a worker, shared memory is full, or too many of its files are open.
+    """
     try:
         batch = default_collate(samples)
     # Raised for tensors of different sizes or kinds, and, in a worker, for a tensor followed by another type.
     except (RuntimeError, AttributeError) as error:
+        if "shared memory" in str(error):  # default_collate stacks tensors in memory that the rank can map
+            raise unsent(error) from error
         raise ValueError(str(error).partition("\n")[0]) from error
     # default_collate gives all inputs one dtype. In a worker, this is the first input's dtype, and others may overflow.
     dtypes = [getattr(next(iter(sample), None), "dtype", "") for sample in samples]

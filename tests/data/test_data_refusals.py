@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from dualtrain.data import load_data
+from dualtrain.data import load_data, wrapped
 from dualtrain.data.downloads import missing
 from dualtrain.data.sources import Batch, Task
 from dualtrain.data.wrapped import wrap
@@ -204,6 +204,18 @@ def test_samples_that_cannot_be_batched_in_a_worker_are_refused():
     task = wrap(samples, samples, classes=2, workers=1)
     with pytest.raises(UserError, match="sample 0 of the dataset and others do not fit into one batch: 'int'"):
         next(task.train.stream([Batch(torch.tensor([0, 1]))], torch.device("cpu")))
+
+
+def test_a_batch_that_shared_memory_cannot_hold_may_fit_after_a_restart(monkeypatch):
+    def full(samples):
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+    samples = [(torch.ones(1), 0), (torch.ones(1), 1)]
+    task = wrap(samples, samples, classes=2, workers=0)
+    monkeypatch.setattr(wrapped, "default_collate", full)
+    with pytest.raises(UserError, match=r"cannot send a batch .*No space left on device \(28\)\): enlarge /dev/shm") as error:
+        next(task.train.stream([Batch(torch.tensor([0, 1]))], torch.device("cpu")))
+    assert error.value.transient
 
 
 def test_samples_that_cannot_be_batched_are_refused():
