@@ -96,7 +96,7 @@ def load_module(name: str, arguments: Sequence[str]) -> Program:
 def _find(name: str) -> tuple[ModuleSpec, CodeType]:
     """Return the spec and the code of a module, or of a package's ``__main__``. Raise UserError if none can be run."""
     try:
-        spec = importlib.util.find_spec(name)
+        spec = None if name.startswith(".") else importlib.util.find_spec(name)  # relative names need a package
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # the package exists, but imports a module that does not exist

@@ -177,6 +177,7 @@ def unprepared(monkeypatch):
         (["-m"], "-m was given without a module"),
         (["-m", "dualtrain_nothing"], "no module named 'dualtrain_nothing'"),
         (["-m", "json.nothing"], "no module named 'json.nothing'"),
+        (["-m", "..script"], "no module named '..script'"),
         (["-m", "script.py"], "leave out .py"),
         (["-m", "math"], "not a Python source"),
         (["--check"], "--check was given no script"),
