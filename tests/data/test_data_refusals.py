@@ -213,7 +213,9 @@ def test_a_batch_that_shared_memory_cannot_hold_may_fit_after_a_restart(monkeypa
     samples = [(torch.ones(1), 0), (torch.ones(1), 1)]
     task = wrap(samples, samples, classes=2, workers=0)
     monkeypatch.setattr(wrapped, "default_collate", full)
-    with pytest.raises(UserError, match=r"cannot send a batch .*No space left on device \(28\)\): enlarge /dev/shm") as error:
+    with pytest.raises(
+        UserError, match=r"cannot send a batch .*No space left on device \(28\)\): enlarge /dev/shm"
+    ) as error:
         next(task.train.stream([Batch(torch.tensor([0, 1]))], torch.device("cpu")))
     assert error.value.transient
 
