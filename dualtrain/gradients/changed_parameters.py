@@ -35,7 +35,7 @@ class ChangedParameters:
     def watch(self, slot: Slot, number: int) -> None:
         """Compute the checksum of a parameter whose hooks run next, in round ``number``, unless there is one already."""
         if (number <= _FIRST or number % _EVERY == 0) and slot not in self._before:
-            self._before[slot] = _checksum(slot.param)
+            self._before[slot] = checksum(slot.param)
 
     def clear(self) -> None:
         """Drop the checksums. Called when the averages were computed, and when an optimizer step has changed parameters."""
@@ -43,11 +43,11 @@ class ChangedParameters:
 
     def has_changes(self) -> bool:
         """Return whether a parameter has changed since :meth:`watch`."""
-        return any(_checksum(slot.param) != before for slot, before in self._before.items())
+        return any(checksum(slot.param) != before for slot, before in self._before.items())
 
     def compare(self, backend: Backend, slots: Sequence[Slot]) -> None:
         """Set :attr:`reason` if hooks have made a parameter different on the ranks. Collective; blocks."""
-        now = {slot: _checksum(slot.param) for slot in slots}
+        now = {slot: checksum(slot.param) for slot in slots}
         mine = {slot.name: (self._before.get(slot, value), value) for slot, value in now.items()}
         states = backend.allgather_object(mine, name="parameters that changed in backward")
         for slot in slots:
@@ -60,7 +60,7 @@ class ChangedParameters:
                 return
 
 
-def _checksum(p: torch.Tensor) -> int | None:
+def checksum(p: torch.Tensor) -> int | None:
     """Return a checksum of :func:`sample`, or ``None`` if there is no sample."""
     elements = sample(p)
     return None if elements is None else checksum_of(elements)

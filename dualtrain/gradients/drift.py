@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from dualtrain.backends import Backend
-from dualtrain.gradients.changed_parameters import checksum_of, sample
+from dualtrain.gradients.changed_parameters import checksum, checksum_of, sample
 from dualtrain.gradients.slots import Slot
 
 
@@ -22,7 +22,8 @@ class Drift:
     """Comparison of the parameters after each step whose number is a power of two.
 
     In the next exchange, the ranks compare a checksum of about 1000 elements of each parameter. If it differs, they compare
-    the parameters' checksums, and the elements of the parameters whose checksums differ. Parameters on a GPU are left out.
+    the parameters' checksums, and the elements of the parameters whose checksums differ. Parameters that are equal again
+    are left out: the program may have called broadcast_parameters() after the step. Those on a GPU are left out too.
     """
 
     def __init__(self) -> None:
@@ -31,13 +32,13 @@ class Drift:
         #: The reason to refuse the last exchange, for an error message; the same on every rank.
         self.reason: str | None = None
         # Keep the elements: the program may change parameters on each rank until the exchange, as SAM does in no_sync().
-        self._samples: dict[str, torch.Tensor] = {}
+        self._samples: dict[Slot, torch.Tensor] = {}
 
     def record(self, step: int, slots: Sequence[Slot]) -> None:
         """Compute the checksum, if the weights are compared after this step. ``slots`` are the averaged parameters."""
         if step & (step - 1) == 0:
-            found = ((slot.name, sample(slot.param)) for slot in slots)
-            self._samples = {name: elements for name, elements in found if elements is not None}
+            found = ((slot, sample(slot.param)) for slot in slots)
+            self._samples = {slot: elements for slot, elements in found if elements is not None}
             self.checksum = zlib.crc32(repr(list(map(checksum_of, self._samples.values()))).encode())
 
     def clear(self) -> None:
@@ -46,9 +47,9 @@ class Drift:
 
     def compare(self, backend: Backend, step: int) -> None:
         """Set :attr:`reason` if a parameter differs by more than rounding explains. Collective; blocks."""
-        sums = {name: checksum_of(elements) for name, elements in self._samples.items()}
+        sums = {slot.name: (checksum_of(elements), checksum(slot.param)) for slot, elements in self._samples.items()}
         of_ranks = backend.allgather_object(sums, name="checksums of parameters")
-        differ = {name: elements for name, elements in self._samples.items() if _differ(name, of_ranks)}
+        differ = {slot.name: elements for slot, elements in self._samples.items() if _differ(slot.name, of_ranks)}
         values = backend.allgather_object(differ, name="parameters that differ")
         for rank, others in zip(backend.members, values, strict=True):
             for name, first in values[0].items():
@@ -61,8 +62,10 @@ class Drift:
                     return
 
 
-def _differ(name: str, of_ranks: Sequence[dict[str, int]]) -> bool:
-    return len({sums.get(name) for sums in of_ranks}) > 1
+def _differ(name: str, of_ranks: Sequence[dict[str, tuple[int, int | None]]]) -> bool:
+    """Return whether a parameter differed after the step, and still differs."""
+    after, now = zip(*(sums.get(name, (None, None)) for sums in of_ranks), strict=True)
+    return len(set(after)) > 1 and len(set(now)) > 1
 
 
 def _far_apart(first: torch.Tensor, other: torch.Tensor) -> bool:

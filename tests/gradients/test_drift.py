@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dualtrain import BackendError, DistributedOptimizer
+from dualtrain import BackendError, DistributedOptimizer, broadcast_parameters
 from tests.threads import run_threads
 
 
@@ -53,3 +53,19 @@ def rounds(backend):
 
 def test_rounding_and_changes_between_two_steps_cause_no_error():
     run_threads(3, rounds)
+
+
+def becomes_equal(backend):
+    """Take a step before the weights are made equal, to make the optimizer's state, for example."""
+    p = nn.Parameter(torch.ones(3) + backend.rank)
+    optimizer = DistributedOptimizer(torch.optim.Adam([p]), [("p", p)], backend=backend)
+    for _ in range(3):
+        p.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        broadcast_parameters({"p": p.data}, backend)
+    optimizer.close()
+
+
+def test_parameters_that_are_equal_again_cause_no_error():
+    run_threads(2, becomes_equal)
