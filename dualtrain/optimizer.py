@@ -52,8 +52,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     If a rank runs no backward in a step, it gets the averages only in ``step()``. If another rank has clipped, unscaled or
     otherwise changed its averages by then, ``step()`` raises BackendError on the rank that changed them: call
-    :meth:`synchronize` on every rank before you change gradients. There is no error, and the ranks' weights differ, in the
-    following cases:
+    :meth:`synchronize` on every rank before you change gradients. ``step()`` raises no error, and the ranks' weights
+    differ, in the following cases:
 
     - The gradients are on a GPU, and there is no ``extra``.
     - Several wrapped optimizers have the changed parameters.
@@ -64,8 +64,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
     equal on all ranks differ, one of the first backward passes raises BackendError.
 
     After each step whose number is a power of two, the ranks compare some elements of the parameters on the CPU. If a
-    parameter differs by more than rounding explains, the next backward raises BackendError: the ranks began with different
-    weights, have different learning rates, or changed averaged gradients differently, for example.
+    parameter differs by more than rounding explains, and still differs in the next exchange of gradients, this exchange
+    raises BackendError: the ranks began with different weights, have different learning rates, or changed averaged
+    gradients differently, for example.
 
     Parameters may be frozen and unfrozen on all ranks. Unfreeze them before :meth:`zero_grad`. Otherwise, a backward that
     reaches only newly unfrozen parameters does not average their gradients; ``step()`` averages them.
