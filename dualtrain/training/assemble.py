@@ -135,18 +135,21 @@ def first_not_finite(source: Source, numbers: Sequence[int]) -> int | None:
     return None
 
 
-def warn_of_other_workers(task: Task, device: torch.device) -> None:
-    """Warn if a data worker reads another sample 0 of a split than this process. Start the workers of both splits.
+def warn_of_other_workers(task: Task, backend: Backend) -> None:
+    """Warn, on rank 0, if a data worker reads another sample 0 of a split than the rank does.
 
-    A worker imports the modules of the dataset's code, but does not call the function that builds the dataset.
+    A worker imports the modules of the dataset's code, but does not call the function that builds the dataset. Splits of
+    image folders are left out. All ranks start their workers now, at the same time, and all of them raise a worker's error.
     """
     for title, source in (("training", task.train), ("validation", task.val)):
         if not isinstance(source, LoaderSource) or not source.workers:
             continue
-        for here, again in zip(ready_samples(source, [0]), ready_samples(source, [0]), strict=False):
-            there = next(source.stream([Batch(torch.zeros(1, dtype=torch.int64))], device))
+        for here in map(describe, ready_samples(source, [0])):
+            there = next(source.stream([Batch(torch.zeros(1, dtype=torch.int64))], backend.device))
+            if here == describe(tuple(part.cpu() for part in there)):
+                continue
             # A dataset with a generator of its own gives a different value at each read: ``load_task`` warns of it.
-            if describe(here) == describe(again) and describe(here) != describe(tuple(part.cpu() for part in there)):
+            if here in map(describe, ready_samples(source, [0])) and backend.rank == 0:
                 warn_once(
                     f"data workers read a different {title} sample 0 than the rank: results depend on --workers, because "
                     "the dataset depends on something that differs between the processes, such as a global variable that "

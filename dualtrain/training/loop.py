@@ -153,7 +153,7 @@ def _opened(name: str, config: Config, backend: Backend, task: Task, start: Star
         model = make_model(config.model, task, config.step.seed, backend, resumed=start.saved is not None)
         wait.phase("reading and computing one sample")
         on_all_ranks(backend, "model", lambda: try_out(task, model, config.data.dataset, config.model.name))
-        on_all_ranks(backend, "data", lambda: warn_of_other_workers(task, backend.device) if backend.rank == 0 else None)
+        on_all_ranks(backend, "data", lambda: warn_of_other_workers(task, backend))
         wait.phase("preparing the trainer")
         run = Run(name, config, backend, task, model, lock)
         wait.phase("opening the run's folder" if start.saved is None else "restoring the checkpoint")
