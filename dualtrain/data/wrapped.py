@@ -159,7 +159,7 @@ def _compare_names(dtypes: list[Any]) -> None:
 
 
 def _unpickled(dataset: bytes, more: bytes) -> Samples:
-    return Samples(with_torchvision_shim(lambda: pickle.loads(dataset)), *pickle.loads(more))
+    return with_torchvision_shim(lambda: Samples(pickle.loads(dataset), *pickle.loads(more)))
 
 
 def load_own(name: str, folder: str | None, options: Options) -> Task:
@@ -221,7 +221,7 @@ def wrap(train: Any, val: Any, *, classes: int | None = None, workers: int = 0, 
             unknown or unusable.
     """
     classes = classes or _classes(train, name)
-    unread = [_pickled(dataset) if workers else None for dataset in (train, val)]
+    unread = [_pickled(part) if workers and not isinstance(part, Source) else None for part in (train, val)]
     sample = _sample(train, name)
     return Task(
         _source(train, Samples(train, sample, "training", classes, unread[0]), workers),
