@@ -107,7 +107,9 @@ def rebuild(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if kind == "strided":
         name, strides = content
         saved: torch.Tensor | None = tensors[name]  # ``None`` from :class:`NoTensors`
-        return None if saved is None else torch.empty_strided(saved.shape, strides, dtype=saved.dtype).copy_(saved)
+        if saved is None:
+            return None
+        return torch.empty_strided(saved.shape, strides, dtype=saved.dtype, device=saved.device).copy_(saved)
     if kind == "counter":
         return Counter({rebuild(key, tensors): count for key, count in content})
     if kind == "items":

@@ -168,6 +168,13 @@ def test_loaded_tensors_have_the_strides_of_the_saved_ones(tmp_path):
     }
 
 
+def test_loaded_tensors_are_on_the_cpu_with_any_default_device(tmp_path):
+    path = save(tmp_path, 1, {"columns": torch.arange(6.0).view(2, 3).t(), "plain": torch.ones(2, 3)})
+    with torch.device("meta"):
+        loaded = checkpoint.load(path)
+    assert {tensor.device.type for tensor in loaded.values()} == {"cpu"}
+
+
 def test_saving_a_function_in_a_checkpoint_is_refused(tmp_path):
     with pytest.raises(TypeError, match="plain values and tensors"):
         save(tmp_path, 1, {"function": print})
