@@ -148,7 +148,9 @@ def load(path: Path) -> dict[str, Any]:
         raise DamagedError(f"checkpoint {str(path)!r} is damaged: its content does not match its hash")
     try:
         tree: dict[str, Any] = rebuild(parse_json(structure), tensors)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        if lacks_memory(error):
+            raise
         raise DamagedError(f"checkpoint {str(path)!r} is damaged: its structure cannot be read ({error})") from error
     if not isinstance(tree, dict):
         raise DamagedError(f"checkpoint {str(path)!r} is damaged: it holds a {type(tree).__name__}, not a dict")

@@ -100,7 +100,7 @@ def _plain(value: Any, place: str) -> bool | int | float | str | None:
 
 
 def rebuild(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """Invert :func:`flatten`. Raises ValueError, KeyError, TypeError or RecursionError for values of other forms."""
+    """Invert :func:`flatten`. Raises ValueError, KeyError, TypeError or RuntimeError for values of other forms."""
     kind, content = value
     if kind == "tensor":
         return tensors[content]

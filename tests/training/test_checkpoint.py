@@ -168,6 +168,14 @@ def test_loaded_tensors_have_the_strides_of_the_saved_ones(tmp_path):
     }
 
 
+@pytest.mark.parametrize("strides", [[1], [0, 1]])
+def test_strides_that_do_not_fit_the_shape_are_refused(tmp_path, monkeypatch, strides):
+    monkeypatch.setattr(structure, "dense_strides", lambda _: strides)
+    path = save(tmp_path, 1, {"columns": torch.ones(2, 3).t()})
+    with pytest.raises(UserError, match="its structure cannot be read"):
+        checkpoint.load(path)
+
+
 def test_loaded_tensors_are_on_the_cpu_with_any_default_device(tmp_path):
     path = save(tmp_path, 1, {"columns": torch.arange(6.0).view(2, 3).t(), "plain": torch.ones(2, 3)})
     with torch.device("meta"):
