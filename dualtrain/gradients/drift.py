@@ -69,12 +69,28 @@ def _differ(name: str, of_ranks: Sequence[dict[str, tuple[int, int | None]]]) ->
 
 
 def _far_apart(first: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two samples agree in less than half of their digits: then the difference is not due to rounding."""
+    """Return whether two samples differ by more than rounding explains."""
     if first.shape != other.shape or first.dtype != other.dtype:
         return True
-    wide = torch.promote_types(first.dtype, torch.float32)
-    a, b = first.to(wide), other.to(wide)
-    # Equal elements count as no difference, also if they are infinite or not a number.
-    difference = (a - b).masked_fill((a == b) | (a.isnan() & b.isnan()), 0).norm().item()
-    norm = a.masked_fill(~a.isfinite(), 0).norm().item()
-    return not difference <= math.sqrt(torch.finfo(first.dtype).eps) * norm
+    _, _, far = distance(other, first, equal_nan=True)
+    return far
+
+
+def distance(own: torch.Tensor, first: torch.Tensor, *, equal_nan: bool = False) -> tuple[float, float, bool]:
+    """Compare two tensors of the same shape and dtype.
+
+    Returns:
+        The norm of their difference, the norm of ``first``, and whether they agree in less than half of their digits: then
+        the difference is not due to rounding. Also true if an element is not a number, unless ``equal_nan``, and both are.
+    """
+    epsilon = torch.finfo(own.dtype).eps if own.is_floating_point() or own.is_complex() else 0.0
+    wide = torch.promote_types(own.dtype, torch.float32)
+    own, first = own.to(wide), first.to(wide)
+    # Equal elements count as no difference, also if they are infinite. The norm leaves out elements that are not finite,
+    # because an infinite norm would allow any difference.
+    same = own == first
+    if equal_nan:
+        same |= own.isnan() & first.isnan()
+    difference = (own - first).masked_fill(same, 0).norm().item()
+    norm = first.masked_fill(~first.isfinite(), 0).norm().item()
+    return difference, norm, not difference <= math.sqrt(epsilon) * norm

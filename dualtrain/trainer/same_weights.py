@@ -7,7 +7,6 @@ ranks set.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +18,7 @@ from dualtrain.backends.comparison import compare
 from dualtrain.backends.wire import as_bytes
 from dualtrain.differences import Difference, in_words
 from dualtrain.errors import RanksDifferError
+from dualtrain.gradients.drift import distance
 from dualtrain.gradients.parameters import number_parameters
 from dualtrain.trainer.description import Text, describe
 from dualtrain.trainer.machine import PROCESSOR, processor, warn_once
@@ -107,14 +107,8 @@ def _far_apart(backend: Backend, parameters: Mapping[str, nn.Parameter]) -> str 
     mine: list[str] = []
     for name, p in parameters.items():
         first = backend.broadcast(p.detach(), name=f"weights for {name}")
-        wide = torch.promote_types(p.dtype, torch.float32)
-        own, first = p.to(wide), first.to(wide)
-        # Equal elements count as no difference, also if they are infinite. The norm leaves out elements that are not
-        # finite, because an infinite norm would allow any difference.
-        difference = (own - first).masked_fill(own == first, 0).norm().item()
-        norm = first.masked_fill(~first.isfinite(), 0).norm().item()
-        epsilon = torch.finfo(p.dtype).eps if p.is_floating_point() or p.is_complex() else 0.0
-        if not difference <= math.sqrt(epsilon) * norm:  # also if a value is not a number
+        difference, norm, far = distance(p, first)
+        if far:
             parameter = name.removeprefix("the checksum of ")
             mine.append(
                 f"{parameter} on rank {backend.job_rank} differs from rank {backend.members[0]}'s by {difference:.2g} "
