@@ -16,7 +16,7 @@ from dualtrain.backends.comparison import agree_on_list
 from dualtrain.backends.dtensor import is_dtensor
 from dualtrain.backends.inference import ordinary
 from dualtrain.backends.wire import as_bytes, checked_dense, from_bytes, shares_elements
-from dualtrain.gradients.layout import dense_strides
+from dualtrain.gradients.layout import dense_strides, with_strides
 from dualtrain.gradients.parameters import check_module, check_optimizer
 
 _CHUNK_BYTES = 25 << 20
@@ -121,7 +121,7 @@ def _restored(loaded: Any, source: Any, like: torch.Tensor | None) -> Any:
     """
     if isinstance(loaded, torch.Tensor) and isinstance(source, torch.Tensor):
         result = loaded if loaded.dtype == source.dtype else source.detach().to(loaded.device, copy=True)
-        return result if like is None else _with_strides(result, like)
+        return result if like is None else _with_strides_of(result, like)
     if isinstance(loaded, dict) and isinstance(source, dict):
         for key in loaded.keys() & source.keys():
             loaded[key] = _restored(loaded[key], source[key], like)
@@ -130,12 +130,12 @@ def _restored(loaded: Any, source: Any, like: torch.Tensor | None) -> Any:
     return loaded
 
 
-def _with_strides(tensor: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+def _with_strides_of(tensor: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     """Return ``tensor``, or a copy with the strides that ``torch.zeros_like(p)`` has if the shapes are equal."""
     plain = type(tensor) is torch.Tensor and tensor.layout is p.layout is torch.strided
     if not plain or tensor.shape != p.shape or tensor.stride() == dense_strides(p):
         return tensor
-    return torch.empty_strided(p.shape, dense_strides(p), dtype=tensor.dtype, device=tensor.device).copy_(tensor.detach())
+    return with_strides(tensor.detach(), dense_strides(p))
 
 
 @torch.no_grad()

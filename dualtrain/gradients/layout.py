@@ -147,3 +147,8 @@ def _partition(params: Sequence[torch.Tensor], transfer: Transfer) -> list[list[
 def dense_strides(p: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of ``p`` if it fills its memory without gaps, else the strides of a dense tensor like it."""
     return tuple(torch.empty_like(p, device="meta").stride())
+
+
+def with_strides(tensor: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
+    """Return a copy of ``tensor`` with ``strides``, on the same device."""
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -14,7 +14,7 @@ import numpy
 import safetensors.torch
 import torch
 
-from dualtrain.gradients.layout import dense_strides
+from dualtrain.gradients.layout import dense_strides, with_strides
 
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
@@ -107,9 +107,7 @@ def rebuild(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
     if kind == "strided":
         name, strides = content
         saved: torch.Tensor | None = tensors[name]  # ``None`` from :class:`NoTensors`
-        if saved is None:
-            return None
-        return torch.empty_strided(saved.shape, strides, dtype=saved.dtype, device=saved.device).copy_(saved)
+        return None if saved is None else with_strides(saved, strides)
     if kind == "counter":
         return Counter({rebuild(key, tensors): count for key, count in content})
     if kind == "items":
