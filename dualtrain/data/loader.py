@@ -46,7 +46,7 @@ class LoaderSource(Source):
 
     def __init__(self, reader: Reader, workers: int, transform: Transform | None = None) -> None:
         self._reader = reader
-        self._workers = workers
+        self.workers = workers
         self._transform = transform
         self._feed = _Feed()
         self._loader: DataLoader[Any] | None = None
@@ -55,11 +55,6 @@ class LoaderSource(Source):
 
     def __len__(self) -> int:
         return len(self._reader)
-
-    @property
-    def workers(self) -> int:
-        """Number of worker processes."""
-        return self._workers
 
     @property
     def stored(self) -> bool:  # type: ignore[override]
@@ -85,7 +80,7 @@ class LoaderSource(Source):
         try:
             if self._loader is None or self._waits is None:
                 self._loader, self._process = self._make_loader(device), os.getpid()
-                self._waits = Waits(self._running, self.timeout if self._workers else 0.0)
+                self._waits = Waits(self._running, self.timeout if self.workers else 0.0)
             loader, waits = self._loader, self._waits
             read = waits.bound(lambda: iter(loader))
         except UserError:
@@ -132,15 +127,15 @@ class LoaderSource(Source):
     def _make_loader(self, device: torch.device) -> DataLoader[Any]:
         """Return the loader, whose first iterator starts the workers. Start the fork server for them."""
         options: dict[str, Any] = {}
-        if self._workers:
+        if self.workers:
             # Don't fork this process: the child would inherit its GPU context and its communicators' sockets.
             start_forkserver(["dualtrain.data.preload"])
             begin = partial(_begin, torch.get_default_dtype())
             options = {"multiprocessing_context": _Context(), "persistent_workers": True, "worker_init_fn": begin}
         return _Loader(
-            self._reader if self._workers else _OneThread(self._reader),  # type: ignore[arg-type]
+            self._reader if self.workers else _OneThread(self._reader),  # type: ignore[arg-type]
             batch_sampler=self._feed,  # type: ignore[arg-type]
-            num_workers=self._workers,
+            num_workers=self.workers,
             collate_fn=_as_read,  # type: ignore[arg-type]
             pin_memory=device.type == "cuda",
             generator=torch.Generator(),  # with torch's default, each epoch would draw from the global generator
