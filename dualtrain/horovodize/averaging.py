@@ -76,7 +76,7 @@ def averaging_functions(source: Source) -> set[str]:
     Methods, and functions that call such functions, count too.
     """
     called = [(name, names) for file in source.files for name, names in file.called_names]
-    return _with_callers({name for name, names in called if any(map(_averages, names))}, called)
+    return with_callers({name for name, names in called if any(map(_averages, names))}, called)
 
 
 def synchronizing_functions(file: Source) -> set[str]:
@@ -86,10 +86,10 @@ def synchronizing_functions(file: Source) -> set[str]:
     """
     calls = (call for call in file.calls if averages_in_step(last_name(call.func)))
     scopes = {file.scope(call) for call in calls if not file.name(call.func).startswith(LIBRARIES)}
-    return _with_callers({scope.name for scope in scopes if not isinstance(scope, ast.Module)}, file.called_names)
+    return with_callers({scope.name for scope in scopes if not isinstance(scope, ast.Module)}, file.called_names)
 
 
-def _with_callers(functions: set[str], called: Sequence[tuple[str, set[str]]]) -> set[str]:
+def with_callers(functions: set[str], called: Sequence[tuple[str, set[str]]]) -> set[str]:
     """Return ``functions`` and those that call them, also indirectly. ``called``: pairs (function, names that it calls)."""
     found = functions
     while more := {name for name, names in called if names & found} - found:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
+from dualtrain.horovodize.averaging import with_callers
 from dualtrain.horovodize.edits import Edit
 from dualtrain.horovodize.events import STEP_KINDS, Event, events_by_scope
 from dualtrain.horovodize.guards import Guards
@@ -116,9 +117,7 @@ def _is_left_out(branch: ast.If, lines: range, event: Event) -> bool:
 
 def _calls(source: Source, block: list[ast.stmt], lines: range, methods: set[str]) -> bool:
     """Return whether a function that ``block`` calls in ``lines`` calls one of ``methods``, perhaps through others."""
-    names: set[str] = set()
-    while found := {name for name, called in source.called_names if called & (methods | names)} - methods - names:
-        names |= found
+    names = with_callers(methods, source.called_names) - methods
     return any(call.lineno in lines and last_name(call.func) in names for call in calls_in(*block))
 
 
