@@ -425,6 +425,7 @@ class GradientReducer:
         if slot.steps is not None and slot.steps != exchange.refusals.steps:
             return  # a hook of the program that runs before this one has stepped, with the average of this gradient
         exchange.reduced, self.has_local = False, True
+        # torch (2.5 to 2.15) has no public way to count a parameter's hooks.
         if slot.node_hooks or len(slot.param._post_accumulate_grad_hooks) > 1:
             exchange.refusals.changed.watch(slot, exchange.schedule.round)
         running = self._is_running
