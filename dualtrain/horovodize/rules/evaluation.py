@@ -109,10 +109,10 @@ def is_for_evaluation(source: Source, call: ast.Call) -> bool:
     names = f"{target} {text}".lower()
     if _EVALUATION.search(names) and not _TRAINING.search(target.lower()):
         return True
+    if _TRAINING.search(names):
+        return False
     sampler = target if loader is None else ast.unparse(call)
-    return (_home(sampler, source.scope(call)), sampler) in source.once(_samplers_under_eval) and not _TRAINING.search(
-        names
-    )
+    return (_home(sampler, source.scope(call)), sampler) in source.once(_samplers_under_eval)
 
 
 def _home(variable: str, scope: Scope) -> Scope | None:
